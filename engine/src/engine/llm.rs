@@ -1,0 +1,83 @@
+//! Offline use: many prompts in, their outputs in the same order.
+
+use super::{Engine, EngineError, Request, RequestError, RequestOutput};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::collections::HashMap;
+
+/// Why a batch could not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum LlmError {
+    /// A request was refused; none was run.
+    #[error("request {index}: {source}")]
+    Request {
+        /// Its place in the batch.
+        index: usize,
+        /// Why.
+        source: RequestError,
+    },
+    /// A step failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+/// An engine for batches: the simplest way to use Quire from Rust.
+pub struct Llm {
+    engine: Engine,
+    progress: bool,
+}
+
+impl Llm {
+    /// Wraps an engine. A progress bar is drawn when standard error is a terminal.
+    pub fn new(engine: Engine) -> Self {
+        Llm { engine, progress: true }
+    }
+
+    /// Turns the progress bar on or off.
+    pub fn with_progress(mut self, progress: bool) -> Self {
+        self.progress = progress;
+        self
+    }
+
+    /// The engine, for its counters and for step-by-step use.
+    pub fn engine(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
+
+    /// Runs all requests together and returns their outputs in the order given.
+    pub fn generate(&mut self, requests: Vec<Request>) -> Result<Vec<RequestOutput>, LlmError> {
+        let mut places = HashMap::new();
+        for (index, request) in requests.into_iter().enumerate() {
+            match self.engine.add_request(request) {
+                Ok(id) => places.insert(id, index),
+                Err(source) => {
+                    places.keys().for_each(|&id| drop(self.engine.abort(id)));
+                    return Err(LlmError::Request { index, source });
+                }
+            };
+        }
+        let mut outputs: Vec<Option<RequestOutput>> = places.iter().map(|_| None).collect();
+        let bar = self.progress_bar(outputs.len());
+        let mut tokens = 0;
+        while self.engine.num_unfinished() > 0 {
+            for output in self.engine.step()?.finished {
+                tokens += output.token_ids.len();
+                bar.inc(1);
+                let rate = tokens as f64 / bar.elapsed().as_secs_f64();
+                bar.set_message(format!("{rate:.1} output tok/s"));
+                let index = places[&output.request_id];
+                outputs[index] = Some(output);
+            }
+        }
+        bar.finish_and_clear();
+        Ok(outputs.into_iter().map(|o| o.expect("every request ends once")).collect())
+    }
+
+    fn progress_bar(&self, len: usize) -> ProgressBar {
+        if !self.progress {
+            return ProgressBar::hidden();
+        }
+        let template = "{bar:30} {pos}/{len} requests [{elapsed}<{eta}] {msg}";
+        let style = ProgressStyle::with_template(template).expect("a valid template");
+        ProgressBar::new(len as u64).with_style(style)
+    }
+}

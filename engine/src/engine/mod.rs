@@ -1,0 +1,330 @@
+//! The engine: requests in, a synchronous step loop, outputs out.
+//!
+//! One [`Engine::step`]: schedule, prepare, execute, update, detokenise, stop check. A step
+//! either completes for all of its sequences or returns an error and changes no request.
+//! A bad row (NaN) ends its own request only.
+
+mod llm;
+mod output;
+mod request;
+mod state;
+
+pub use llm::Llm;
+pub use output::{
+    FinishReason, RequestDelta, RequestMetrics, RequestOutput, StepOutput, StopReason,
+};
+pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
+
+use crate::config::{ConfigError, ResolvedConfig};
+use crate::model::ModelInfo;
+use crate::ops::{BackendError, BackendInfo};
+use crate::runner::{Executor, ExecutorOutput, RowRequest, StepInput, prepare};
+use crate::sampling::{RowError, SampleOutput};
+use crate::scheduler::{self, Scheduler, SchedulerConfig, SeqId, StepPlan};
+use crate::text::{TextError, Tokenizer};
+use state::{RequestState, Step};
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
+
+/// A step could not be computed, or an engine not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The configuration does not fit the model or the machine.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The backend failed.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The tokenizer failed on generated ids.
+    #[error(transparent)]
+    Text(#[from] TextError),
+}
+
+/// The tokenizer with what the model's files say of its special tokens.
+#[derive(Clone)]
+pub struct TextConfig {
+    /// Text to ids and back.
+    pub tokenizer: Tokenizer,
+    /// Put this id before a text prompt unless encoding already did.
+    pub prepend_bos: Option<u32>,
+    /// Ids that end an answer.
+    pub eos_token_ids: Vec<u32>,
+}
+
+/// Counters since the engine started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Steps computed.
+    pub num_steps: u64,
+    /// Tokens computed, recomputed ones included.
+    pub num_computed_tokens: u64,
+    /// Tokens sampled.
+    pub num_generated_tokens: u64,
+    /// Most KV blocks held at once.
+    pub peak_blocks: usize,
+    /// Sequences that gave up their blocks.
+    pub num_preemptions: u64,
+}
+
+/// Many requests over one model. Not thread-safe by design: one thread steps it.
+pub struct Engine {
+    executor: Box<dyn Executor>,
+    text: TextConfig,
+    seed: u64,
+    scheduler: Scheduler,
+    requests: HashMap<SeqId, RequestState>,
+    /// Live requests in order of arrival.
+    ids: BTreeMap<RequestId, SeqId>,
+    next_id: u64,
+    stats: EngineStats,
+    // Reused by every step.
+    plan: StepPlan,
+    input: StepInput,
+    results: ExecutorOutput,
+}
+
+impl Engine {
+    /// An engine over `executor`, whose KV cache has the sizes of `config`.
+    pub fn new(
+        executor: Box<dyn Executor>,
+        text: TextConfig,
+        config: ResolvedConfig,
+        seed: u64,
+    ) -> Self {
+        assert_eq!(executor.kv_layout().num_blocks, config.scheduler.num_blocks);
+        assert_eq!(executor.kv_layout().block_size, config.scheduler.block_size);
+        let mut input = StepInput::default();
+        // Rows past the tokenizer's vocabulary are padding of the output matrix.
+        let vocab = executor.model().vocab_size.min(text.tokenizer.vocab_size());
+        input.sampling.vocab_limit = vocab;
+        Engine {
+            scheduler: Scheduler::new(config.scheduler),
+            executor,
+            text,
+            seed,
+            requests: HashMap::new(),
+            ids: BTreeMap::new(),
+            next_id: 0,
+            stats: EngineStats::default(),
+            plan: StepPlan::default(),
+            input,
+            results: ExecutorOutput::default(),
+        }
+    }
+
+    /// The model's sizes.
+    pub fn model(&self) -> &ModelInfo {
+        self.executor.model()
+    }
+
+    /// The backend's description.
+    pub fn backend(&self) -> BackendInfo {
+        self.executor.backend()
+    }
+
+    /// The tokenizer and special tokens.
+    pub fn text(&self) -> &TextConfig {
+        &self.text
+    }
+
+    /// The scheduler's limits.
+    pub fn limits(&self) -> &SchedulerConfig {
+        self.scheduler.config()
+    }
+
+    /// Counters since the start.
+    pub fn stats(&self) -> EngineStats {
+        self.stats
+    }
+
+    /// Requests that have not ended.
+    pub fn num_unfinished(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// KV blocks held now.
+    pub fn num_held_blocks(&self) -> usize {
+        self.scheduler.pool().num_held()
+    }
+
+    /// Ids that may be sampled: below both the tokenizer's and the model's vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.input.sampling.vocab_limit
+    }
+
+    /// The ids a text prompt becomes.
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, RequestError> {
+        if prompt.len() > MAX_PROMPT_BYTES {
+            return Err(RequestError::PromptTooLarge { bytes: prompt.len() });
+        }
+        let mut ids = self.text.tokenizer.encode(prompt, true)?;
+        if let Some(bos) = self.text.prepend_bos
+            && ids.first() != Some(&bos)
+        {
+            ids.insert(0, bos);
+        }
+        Ok(ids)
+    }
+
+    /// Checks a request and puts it at the end of the queue. Nothing changes on an error.
+    pub fn add_request(&mut self, request: Request) -> Result<RequestId, RequestError> {
+        let arrival = Instant::now();
+        request.params.validate(self.vocab_size())?;
+        let prompt = match &request.prompt {
+            Prompt::Text(text) => self.encode(text)?,
+            Prompt::Tokens(ids) => ids.clone(),
+        };
+        let vocab_size = self.executor.model().vocab_size;
+        if let Some(&id) = prompt.iter().find(|&&id| id as usize >= vocab_size) {
+            return Err(RequestError::TokenOutOfVocabulary { id, vocab_size });
+        }
+        let room = self.limits().max_model_len.saturating_sub(prompt.len());
+        let max_tokens = request.params.max_tokens.unwrap_or(room);
+        if request.params.min_tokens > max_tokens.max(1) {
+            let min_tokens = request.params.min_tokens;
+            return Err(RequestError::MinTokens { min_tokens, max_tokens });
+        }
+        let stop_token_ids = self.stop_token_ids(&request);
+        let rules = scheduler::StopRules {
+            max_tokens,
+            min_tokens: request.params.min_tokens,
+            stop_token_ids: stop_token_ids.clone(),
+        };
+        let seq = self.scheduler.add(prompt, rules)?;
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        let seed = request.params.seed.unwrap_or_else(|| derived_seed(self.seed, id.0));
+        let state =
+            RequestState::new(id, request, seed, stop_token_ids, &self.text.tokenizer, arrival);
+        self.requests.insert(seq, state);
+        self.ids.insert(id, seq);
+        Ok(id)
+    }
+
+    /// Sorted ids that end `request`.
+    fn stop_token_ids(&self, request: &Request) -> Vec<u32> {
+        let mut ids = request.params.stop_token_ids.clone();
+        if !request.params.ignore_eos {
+            ids.extend(&self.text.eos_token_ids);
+        }
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Ends a live request; its blocks are free when this returns. `None`: no such request.
+    pub fn abort(&mut self, id: RequestId) -> Option<RequestOutput> {
+        let seq = *self.ids.get(&id)?;
+        Some(self.finish(seq, FinishReason::Abort, None))
+    }
+
+    /// Computes one step and returns what it brought; empty when nothing is left to do.
+    pub fn step(&mut self) -> Result<StepOutput, EngineError> {
+        let mut out = StepOutput::default();
+        self.scheduler.schedule(&mut self.plan);
+        self.stats.num_preemptions = self.scheduler.num_preemptions();
+        if self.plan.scheduled.is_empty() {
+            return Ok(out);
+        }
+        self.stats.peak_blocks = self.stats.peak_blocks.max(self.scheduler.pool().num_held());
+        let now = Instant::now();
+        for s in &self.plan.scheduled {
+            self.requests.get_mut(&s.id).expect("a request a sequence").scheduled(now);
+        }
+        let requests = &self.requests;
+        let wanted = |id: SeqId, seq: &scheduler::Sequence| -> RowRequest<'_> {
+            requests[&id].row_request(seq.output().len())
+        };
+        prepare(&self.plan, &self.scheduler, wanted, &mut self.input);
+        self.results.samples.clear();
+        self.results.captured.clear();
+        let StepInput { forward, sampling, capture, .. } = &self.input;
+        self.executor.execute(forward, sampling, capture, &mut self.results)?;
+        self.stats.num_steps += 1;
+        self.stats.num_computed_tokens += self.input.forward.num_tokens() as u64;
+        self.finish_step(&mut out)?;
+        Ok(out)
+    }
+
+    /// Applies the results of a step to scheduler and requests.
+    fn finish_step(&mut self, out: &mut StepOutput) -> Result<(), EngineError> {
+        let now = Instant::now();
+        for (row, logits) in self.results.captured.drain(..) {
+            let (seq, position) = self.input.owners[row];
+            self.requests.get_mut(&seq).expect("owner").captured(position, logits);
+        }
+        let mut samples = std::mem::take(&mut self.results.samples);
+        let mut ended = Vec::new();
+        // A failed row still needs a token to account for; the request ends below without it.
+        let tokens = samples.iter().map(|s| s.token.unwrap_or(0));
+        self.scheduler.update(&self.plan, tokens, &mut ended);
+        self.stats.num_generated_tokens += samples.len() as u64;
+        let mut ended = ended.into_iter().peekable();
+        let sampling = self.plan.scheduled.iter().filter(|s| s.samples).map(|s| s.id);
+        let sampling: Vec<SeqId> = sampling.collect();
+        for (seq, sample) in sampling.into_iter().zip(samples.drain(..)) {
+            let reason = ended.next_if(|(id, _)| *id == seq).map(|(_, reason)| reason);
+            self.apply_sample(seq, sample, reason, now, out)?;
+        }
+        self.results.samples = samples;
+        Ok(())
+    }
+
+    fn apply_sample(
+        &mut self,
+        seq: SeqId,
+        sample: SampleOutput,
+        ended: Option<scheduler::FinishReason>,
+        now: Instant,
+        out: &mut StepOutput,
+    ) -> Result<(), EngineError> {
+        let state = self.requests.get_mut(&seq).expect("a request a sequence");
+        let token = match sample.token {
+            Ok(token) => token,
+            Err(error) => {
+                let reason = FinishReason::Error(error.to_string());
+                out.finished.push(self.finish(seq, reason, Some(error)));
+                return Ok(());
+            }
+        };
+        let Step { delta, finish } = state.token(token, sample.logprobs, ended, now)?;
+        out.deltas.extend(delta);
+        if let Some(reason) = finish {
+            out.finished.push(self.finish(seq, reason, None));
+        }
+        Ok(())
+    }
+
+    /// Takes a request out of scheduler and tables. After a failed row its last token is not one.
+    fn finish(
+        &mut self,
+        seq: SeqId,
+        reason: FinishReason,
+        failed: Option<RowError>,
+    ) -> RequestOutput {
+        let state = self.requests.remove(&seq).expect("a request a sequence");
+        self.ids.remove(&state.id());
+        let mut sequence = self.scheduler.finish(seq);
+        if failed.is_some() {
+            sequence.tokens.pop();
+        }
+        state.into_output(sequence, reason, Instant::now())
+    }
+
+    /// Asserts the invariants of scheduler, pool and request tables; for tests.
+    pub fn check_integrity(&self) {
+        self.scheduler.check_integrity();
+        assert_eq!(self.requests.len(), self.ids.len());
+        if self.ids.is_empty() {
+            assert_eq!(self.num_held_blocks(), 0, "an idle engine holds blocks");
+        }
+    }
+}
+
+/// SplitMix64 of the engine's seed and the request's number (Steele, Lea, Flood, 2014).
+fn derived_seed(engine_seed: u64, request: u64) -> u64 {
+    let mut z = engine_seed.wrapping_add(request.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,263 @@
+//! The operations a model is written in: `trait Backend`, its tensors, and the ragged step input.
+//!
+//! # What the trait is shaped by
+//! * **Buffers belong to the backend.** A model holds handles (`Tensor`, `Matrix`, `Vector`) and
+//!   never sees bytes in the middle of a step. On a GPU a handle is a device allocation that never
+//!   moves, so a decode step can be captured once and replayed.
+//! * **Metadata goes up once a step.** [`Backend::begin_step`] takes the whole [`ForwardInput`];
+//!   ops read positions, slots and block tables from where the backend put them.
+//! * **Sampled ids need not come down.** [`Backend::sample`] leaves them with the backend and
+//!   [`Backend::read_samples`] fetches them, so that a device can start the next step first.
+//! * **Fused ops are the unit.** Each op is one GEMM with its epilogue or one memory pass; a
+//!   backend may split an op into several kernels, a model may not.
+//! * **Rows travel with the tensor.** An op sets the row count of what it writes, so a model is
+//!   written once for prefill, decode and mixed batches.
+//!
+//! # Numerics
+//! Every op computes each output row from that row's own inputs in one fixed order, whatever else
+//! is in the batch (batch invariance). `Compute` tensors hold values rounded to the backend's
+//! dtype; `F32` tensors hold the residual stream, qkv and logits. Accumulation is f32.
+
+mod dtype;
+mod input;
+
+pub use dtype::DType;
+pub use input::{ForwardInput, KvLayout};
+
+use crate::sampling::{SampleOutput, SamplingBatch};
+
+/// What an activation tensor holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorKind {
+    /// f32 values: residual stream, qkv, logits.
+    F32,
+    /// Values rounded to the backend's dtype: inputs of GEMM and attention.
+    Compute,
+}
+
+/// How the rows of a weight matrix are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixLayout {
+    /// `y = x Wᵀ`, also usable as an embedding table.
+    Plain,
+    /// Rows `0..n/2` are the gate, rows `n/2..n` the up projection of a SiLU MLP;
+    /// only for [`Backend::gate_up_silu_mul`].
+    GateUp,
+}
+
+/// Reads one row of a weight as f32. Called from several threads.
+pub type RowReader<'a> =
+    dyn Fn(usize, &mut [f32]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> + Sync + 'a;
+
+/// Rotary embedding: tables and how pairs are laid out.
+#[derive(Debug)]
+pub struct Rope<V> {
+    /// `[max_position, rot_dim / 2]` cosines.
+    pub cos: V,
+    /// `[max_position, rot_dim / 2]` sines.
+    pub sin: V,
+    /// How many leading dimensions of a head are rotated; even.
+    pub rot_dim: usize,
+    /// Pairs are (2i, 2i+1) instead of (i, i + rot_dim/2).
+    pub interleaved: bool,
+}
+
+/// Arguments of [`Backend::qk_norm_rope_write_kv`].
+#[derive(Debug)]
+pub struct QkvArgs<'a, B: Backend> {
+    /// Layer of the KV cache to write.
+    pub layer: usize,
+    /// Query heads; the cache knows the KV heads and the head dimension.
+    pub num_heads: usize,
+    /// `[head_dim]` RMS-norm weights of the query heads, where the model has them.
+    pub q_norm: Option<&'a B::Vector>,
+    /// `[head_dim]` RMS-norm weights of the key heads.
+    pub k_norm: Option<&'a B::Vector>,
+    /// Epsilon of both norms.
+    pub eps: f32,
+    /// Rotary tables.
+    pub rope: &'a Rope<B::Vector>,
+}
+
+/// Arguments of [`Backend::attention`].
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionArgs {
+    /// Layer of the KV cache to read.
+    pub layer: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Softmax scale, usually `head_dim^-0.5`.
+    pub scale: f32,
+    /// Position `p` sees keys `p − window + 1 ..= p`; `None` sees all up to `p`.
+    pub window: Option<u32>,
+}
+
+/// What a backend says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackendInfo {
+    /// `reference`, `cpu` or `cuda`.
+    pub name: &'static str,
+    /// Instruction-set path or GPU architecture.
+    pub isa: String,
+    /// Worker threads; 1 where it does not apply.
+    pub threads: usize,
+    /// Type of weights, GEMM inputs and the KV cache.
+    pub dtype: DType,
+    /// A request's results do not depend on what else is in the batch.
+    pub batch_invariant: bool,
+    /// State of huge pages for weights and KV, in words.
+    pub huge_pages: String,
+}
+
+/// Errors a backend can return; after any of them in a step the step's results are void.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// Memory for a buffer could not be had.
+    #[error("cannot allocate {bytes} bytes for {what}")]
+    OutOfMemory {
+        /// What the buffer was for.
+        what: String,
+        /// Its size.
+        bytes: usize,
+    },
+    /// The backend cannot run this configuration.
+    #[error("{backend} backend: {reason}")]
+    Unsupported {
+        /// Backend name.
+        backend: &'static str,
+        /// What is not supported and the limit.
+        reason: String,
+    },
+    /// A weight could not be read.
+    #[error(transparent)]
+    Source(Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// The fused operations of a decoder, over tensors the backend owns.
+///
+/// `T` is the number of tokens in the step, `R` the number of rows that need logits.
+pub trait Backend: Sized + Send + 'static {
+    /// Activation `[rows ≤ max_rows, cols]`.
+    type Tensor: Send;
+    /// Weight `[n, k]`, packed as the backend likes.
+    type Matrix: Send;
+    /// Small f32 parameter: norm weight, bias, rotary table.
+    type Vector: Send + std::fmt::Debug;
+    /// Paged keys and values of every layer.
+    type KvCache: Send;
+
+    /// Name, ISA, threads, dtype.
+    fn info(&self) -> BackendInfo;
+
+    // ---- load time -------------------------------------------------------------------------
+
+    /// Packs a weight of `n` rows and `k` columns, reading each row once.
+    fn matrix(
+        &mut self,
+        layout: MatrixLayout,
+        n: usize,
+        k: usize,
+        read_row: &RowReader<'_>,
+    ) -> Result<Self::Matrix, BackendError>;
+
+    /// Uploads a small parameter.
+    fn vector(&mut self, data: &[f32]) -> Result<Self::Vector, BackendError>;
+
+    /// Allocates an activation of at most `max_rows` rows; its contents are unspecified.
+    fn tensor(
+        &mut self,
+        max_rows: usize,
+        cols: usize,
+        kind: TensorKind,
+    ) -> Result<Self::Tensor, BackendError>;
+
+    /// Allocates the KV cache.
+    fn kv_cache(&mut self, layout: &KvLayout) -> Result<Self::KvCache, BackendError>;
+
+    // ---- a step ----------------------------------------------------------------------------
+
+    /// Takes the step's metadata. Every op until the next call refers to it.
+    fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError>;
+
+    /// `out[T, hidden] = table[token_ids]`.
+    fn embed(&mut self, table: &Self::Matrix, out: &mut Self::Tensor);
+
+    /// `out = x Wᵀ + bias`; `x` Compute, `out` F32.
+    fn linear(
+        &mut self,
+        x: &Self::Tensor,
+        w: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Tensor,
+    );
+
+    /// `residual += x Wᵀ + bias`; `x` Compute, `residual` F32.
+    fn linear_add(
+        &mut self,
+        x: &Self::Tensor,
+        w: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        residual: &mut Self::Tensor,
+    );
+
+    /// `out = silu(x Wgateᵀ) · (x Wupᵀ)`; `w` has layout [`MatrixLayout::GateUp`], `out` Compute.
+    fn gate_up_silu_mul(&mut self, x: &Self::Tensor, w: &Self::Matrix, out: &mut Self::Tensor);
+
+    /// `out = x / sqrt(mean(x²) + eps) · weight` by rows; `x` F32, `out` Compute.
+    fn rms_norm(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Tensor,
+    );
+
+    /// Splits `qkv[T, (Hq + 2·Hkv)·D]` (F32) into heads, normalises q and k heads where the model
+    /// does, rotates them, writes k and v to the step's slots (slot −1 is skipped) and
+    /// `q[T, Hq·D]` (Compute).
+    fn qk_norm_rope_write_kv(
+        &mut self,
+        qkv: &Self::Tensor,
+        args: &QkvArgs<'_, Self>,
+        kv: &mut Self::KvCache,
+        q: &mut Self::Tensor,
+    );
+
+    /// Causal attention of `q[T, Hq·D]` over each sequence's cached keys and values, read through
+    /// its block table; `out[T, Hq·D]` Compute. What lies beyond `seq_len` is never part of it.
+    fn attention(
+        &mut self,
+        q: &Self::Tensor,
+        args: &AttentionArgs,
+        kv: &Self::KvCache,
+        out: &mut Self::Tensor,
+    );
+
+    /// `out = x[logits_indices[rows]]`, both F32.
+    fn gather_rows(
+        &mut self,
+        x: &Self::Tensor,
+        rows: std::ops::Range<usize>,
+        out: &mut Self::Tensor,
+    );
+
+    /// Samples one token for each row of `logits[R', vocab]` by `batch.rows[rows]`; the ids stay
+    /// with the backend. `logits` is scratch afterwards.
+    fn sample(
+        &mut self,
+        logits: &mut Self::Tensor,
+        batch: &SamplingBatch,
+        rows: std::ops::Range<usize>,
+    ) -> Result<(), BackendError>;
+
+    /// Waits for the step and appends what [`Backend::sample`] chose, in row order.
+    fn read_samples(&mut self, out: &mut Vec<SampleOutput>) -> Result<(), BackendError>;
+
+    /// Copies row `row` of an F32 tensor to the host: for verification, not for the hot path.
+    fn read_row(
+        &mut self,
+        x: &Self::Tensor,
+        row: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), BackendError>;
+}

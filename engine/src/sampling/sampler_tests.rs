@@ -1,0 +1,154 @@
+use super::*;
+use proptest::prelude::*;
+
+fn row() -> SamplingRow {
+    SamplingRow {
+        sample: true,
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        seed: 7,
+        position: 3,
+        logprobs: None,
+        suppressed: 0..0,
+    }
+}
+
+fn sample(logits: &[f32], row: &SamplingRow) -> SampleOutput {
+    sample_row(&mut Sampler::new(Isa::Portable), &mut logits.to_vec(), row, &[])
+}
+
+/// The tokens that can be drawn, by definition: a full sort in f64.
+fn allowed_by_sort(logits: &[f32], row: &SamplingRow) -> Vec<u32> {
+    let scaled: Vec<f32> = logits.iter().map(|x| x / row.temperature).collect();
+    let max = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let p = |i: u32| f64::from(vecmath::exp(scaled[i as usize] - max));
+    let mut ids: Vec<u32> = (0..logits.len() as u32).filter(|&i| p(i) as f32 >= row.min_p).collect();
+    ids.sort_by(|&a, &b| scaled[b as usize].total_cmp(&scaled[a as usize]));
+    let with_ties = |ids: &mut Vec<u32>, n: usize| {
+        let last = scaled[ids[n - 1] as usize];
+        ids.retain(|&i| scaled[i as usize] >= last);
+    };
+    if row.top_k > 0 && (row.top_k as usize) < ids.len() {
+        with_ties(&mut ids, row.top_k as usize);
+    }
+    if row.top_p < 1.0 {
+        let total: f64 = ids.iter().map(|&i| p(i)).sum();
+        let mut mass = 0.0;
+        let n = ids.iter().position(|&i| {
+            mass += p(i);
+            mass >= f64::from(row.top_p) * total * (1.0 - 1e-9)
+        });
+        let n = n.map_or(ids.len(), |n| n + 1);
+        with_ties(&mut ids, n);
+    }
+    ids.sort_unstable();
+    ids
+}
+
+proptest! {
+    #[test]
+    fn filters_equal_the_sort(
+        // Multiples of a quarter, so that ties happen.
+        logits in prop::collection::vec((-24i32..24).prop_map(|x| x as f32 * 0.25), 1..80),
+        top_k in 0u32..90,
+        top_p in prop::sample::select(vec![1.0f32, 0.9, 0.5, 0.1, 1e-6]),
+        min_p in prop::sample::select(vec![0.0f32, 0.05, 0.5, 1.0]),
+        temperature in prop::sample::select(vec![0.5f32, 1.0, 2.0]),
+    ) {
+        let row = SamplingRow { top_k, top_p, min_p, temperature, ..row() };
+        let scaled: Vec<f32> = logits.iter().map(|x| x / temperature).collect();
+        let max = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut sampler = Sampler::new(Isa::Portable);
+        sampler.filter(&scaled, max, &row);
+        prop_assert_eq!(&sampler.ids, &allowed_by_sort(&logits, &row));
+        let token = sample(&logits, &row).token.unwrap();
+        prop_assert!(sampler.ids.contains(&token));
+    }
+
+    #[test]
+    fn every_isa_draws_the_same(
+        logits in prop::collection::vec(-20f32..20.0, 1..300),
+        seed in any::<u64>(),
+        top_p in prop::sample::select(vec![1.0f32, 0.8]),
+    ) {
+        let row = SamplingRow { seed, top_p, logprobs: Some(3), ..row() };
+        let expected = sample(&logits, &row);
+        for isa in Isa::available() {
+            let got = sample_row(&mut Sampler::new(isa), &mut logits.clone(), &row, &[]);
+            prop_assert_eq!(&got, &expected);
+        }
+    }
+}
+
+/// χ² of 20,000 draws against the softmax; 99.9 % quantile for 5 degrees of freedom is 20.5.
+#[test]
+fn draws_follow_the_softmax() {
+    let logits = [0.0f32, 1.0, -1.0, 2.0, 0.5, -3.0];
+    let temperature = 0.8f32;
+    let exps: Vec<f64> = logits.iter().map(|x| f64::from(x / temperature).exp()).collect();
+    let total: f64 = exps.iter().sum();
+    let n = 20_000;
+    let mut counts = [0f64; 6];
+    for position in 0..n {
+        let row = SamplingRow { position, temperature, ..row() };
+        counts[sample(&logits, &row).token.unwrap() as usize] += 1.0;
+    }
+    let chi2: f64 = exps
+        .iter()
+        .zip(counts)
+        .map(|(e, c)| {
+            let expected = e / total * f64::from(n);
+            (c - expected).powi(2) / expected
+        })
+        .sum();
+    assert!(chi2 < 20.5, "chi² {chi2}, counts {counts:?}");
+}
+
+#[test]
+fn greedy_takes_the_first_of_equal_maxima() {
+    let row = SamplingRow { temperature: 0.0, ..row() };
+    assert_eq!(sample(&[1.0, 3.0, 3.0, 2.0], &row).token, Ok(1));
+}
+
+/// vLLM #3063: a tiny temperature must not overflow to token 0.
+#[test]
+fn a19_tiny_temperature_is_argmax() {
+    let params = crate::SamplingParams { temperature: 1e-5, ..Default::default() };
+    let row = SamplingRow { temperature: params.effective_temperature(), ..row() };
+    assert_eq!(row.temperature, 0.01);
+    assert_eq!(sample(&[-60000.0, 10.0, 30.0], &row).token, Ok(2));
+}
+
+#[test]
+fn a_nan_row_fails_and_nothing_allowed_fails() {
+    assert_eq!(sample(&[0.0, f32::NAN], &row()).token, Err(RowError::NotANumber));
+    assert_eq!(sample(&[0.0, f32::INFINITY], &row()).token, Err(RowError::NotANumber));
+    let all = sample_row(&mut Sampler::new(Isa::Portable), &mut [1.0, 2.0], &row(), &[0, 1]);
+    assert_eq!(all.token, Err(RowError::NothingAllowed));
+}
+
+#[test]
+fn suppressed_ids_are_never_sampled_but_keep_their_logprob() {
+    let row = SamplingRow { temperature: 0.0, logprobs: Some(2), ..row() };
+    let mut logits = [1.0, 5.0, 4.0];
+    let out = sample_row(&mut Sampler::new(Isa::Portable), &mut logits, &row, &[1, 99]);
+    assert_eq!(out.token, Ok(2));
+    let logprobs = out.logprobs.unwrap();
+    assert_eq!(logprobs.top.iter().map(|t| t.token).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(logprobs.sampled, logprobs.top[1]);
+}
+
+#[test]
+fn logprobs_are_those_of_the_raw_softmax() {
+    let logits = [0.5f32, -1.0, 2.0, 2.0];
+    let row = SamplingRow { temperature: 3.0, logprobs: Some(4), ..row() };
+    let out = sample(&logits, &row).logprobs.unwrap();
+    assert_eq!(out.top.iter().map(|t| t.token).collect::<Vec<_>>(), [2, 3, 0, 1]);
+    let total: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
+    for t in out.top {
+        let expected = f64::from(logits[t.token as usize]) - total.ln();
+        assert!((f64::from(t.logprob) - expected).abs() < 1e-6, "{t:?} {expected}");
+    }
+}

@@ -1,0 +1,36 @@
+//! Quire's CPU kernels: SIMD GEMM, paged attention, norms, worker pool.
+//!
+//! Every kernel takes a [`Ctx`] (an instruction set and a pool of workers) and plain slices.
+//! Activations that feed a matrix kernel are rows of 32-bit words, see [`Dtype`].
+//!
+//! Architecture invariant: on one instruction-set path a result depends on its own row's data
+//! alone, bit for bit. It does not depend on how many rows there are, which they are, how many
+//! workers share them, how a prompt is chunked, or the KV block size.
+
+mod attention;
+mod buf;
+mod ctx;
+mod dtype;
+mod gemm;
+mod isa;
+mod kv;
+mod matrix;
+mod norm;
+mod pool;
+mod ptr;
+mod rope;
+mod simd;
+mod tile;
+pub mod vecmath;
+
+pub use attention::{AttnArgs, attention};
+pub use buf::{AllocError, Words};
+pub use ctx::{Ctx, CtxError};
+pub use dtype::Dtype;
+pub use gemm::{Epilogue, gemm};
+pub use isa::{Isa, UnknownIsa};
+pub use kv::{KvCache, KvError, KvShape, MAX_HEAD_DIM};
+pub use matrix::{PackedMatrix, gate_up_row, gate_up_rows, gate_up_source};
+pub use norm::{gather_rows, rms_norm, to_words};
+pub use pool::{Pool, usable_cores};
+pub use rope::{QkvArgs, qk_norm_rope_write_kv};

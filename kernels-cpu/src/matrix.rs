@@ -1,0 +1,217 @@
+//! Weights packed for the GEMM kernel, one format for every instruction set.
+//!
+//! `[ceil(N/64)][words(K)][64]` words: a panel holds 64 output columns, and the words of one
+//! step along K lie side by side. Columns past N and elements past K are zero.
+
+use crate::buf::{AllocError, Words};
+use crate::ctx::Ctx;
+use crate::dtype::Dtype;
+use crate::ptr::SharedMut;
+
+/// Output columns in a panel.
+pub(crate) const PANEL: usize = 64;
+
+/// An N × K weight matrix, packed.
+pub struct PackedMatrix {
+    n: usize,
+    k: usize,
+    dtype: Dtype,
+    words: Words,
+}
+
+impl PackedMatrix {
+    /// An all-zero matrix of `n` output columns and `k` inputs.
+    pub fn zeroed(dtype: Dtype, n: usize, k: usize) -> Result<Self, AllocError> {
+        let len = n.div_ceil(PANEL).checked_mul(PANEL * 4);
+        let len = len.and_then(|bytes| bytes.checked_mul(dtype.words(k)));
+        let len = len.ok_or(AllocError { bytes: usize::MAX })? / 4;
+        Ok(Self { n, k, dtype, words: Words::zeroed(len)? })
+    }
+
+    /// Output columns.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Inputs.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Bytes the packed form takes.
+    pub fn bytes(&self) -> usize {
+        4 * self.words.len()
+    }
+
+    /// Whether the matrix asked for huge pages.
+    pub fn huge_pages_requested(&self) -> bool {
+        self.words.huge_pages_requested()
+    }
+
+    /// The packed words.
+    pub(crate) fn words(&self) -> &[u32] {
+        self.words.as_slice()
+    }
+
+    /// Sets the `k` weights of output `row`, rounded to nearest even.
+    ///
+    /// Panics if `row` or the number of values does not fit.
+    pub fn set_row(&mut self, row: usize, values: &[f32]) {
+        assert!(row < self.n, "row {row} of a matrix of {} rows", self.n);
+        assert_eq!(values.len(), self.k, "values of a row of {} weights", self.k);
+        let (dtype, panel_words) = (self.dtype, self.panel_words());
+        let panel = row / PANEL * panel_words;
+        let panel = &mut self.words.as_mut_slice()[panel..panel + panel_words];
+        pack_column(dtype, values, panel, row % PANEL);
+    }
+
+    /// Sets rows `first_row..first_row + rows` in parallel.
+    ///
+    /// `fetch(i, out)` fills the zeroed `out[..k]` with row `first_row + i`; it runs on the
+    /// workers. Panics if the rows do not fit.
+    pub fn set_rows(
+        &mut self,
+        ctx: &Ctx,
+        first_row: usize,
+        rows: usize,
+        fetch: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) {
+        let end = first_row.checked_add(rows).filter(|&end| end <= self.n);
+        let Some(end) = end else {
+            panic!("rows {first_row}+{rows} of a matrix of {} rows", self.n)
+        };
+        let (dtype, k, panel_words) = (self.dtype, self.k, self.panel_words());
+        let words = SharedMut::new(self.words.as_mut_slice());
+        let first_panel = first_row / PANEL;
+        ctx.pool.for_each(end.div_ceil(PANEL) - first_panel, |_, item| {
+            let panel = first_panel + item;
+            // SAFETY: each item has its own panel.
+            let column = unsafe { words.slice(panel * panel_words, panel_words) };
+            let mut values = vec![0.0; k];
+            for row in first_row.max(panel * PANEL)..end.min((panel + 1) * PANEL) {
+                values.fill(0.0);
+                fetch(row - first_row, &mut values);
+                pack_column(dtype, &values, column, row % PANEL);
+            }
+        });
+    }
+
+    /// Reads back the `k` weights of output `row`, as stored.
+    ///
+    /// Panics if `row` or the length of `out` does not fit.
+    pub fn get_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.n, "row {row} of a matrix of {} rows", self.n);
+        assert_eq!(out.len(), self.k, "values of a row of {} weights", self.k);
+        let pack = self.dtype.pack();
+        let panel = &self.words()[row / PANEL * self.panel_words()..];
+        for (i, value) in out.iter_mut().enumerate() {
+            *value = self.dtype.extract(panel[i / pack * PANEL + row % PANEL], i % pack);
+        }
+    }
+
+    fn panel_words(&self) -> usize {
+        self.dtype.words(self.k) * PANEL
+    }
+}
+
+/// Writes `values` as column `column` of a panel.
+fn pack_column(dtype: Dtype, values: &[f32], panel: &mut [u32], column: usize) {
+    let slots = panel[column..].iter_mut().step_by(PANEL);
+    match dtype {
+        Dtype::F32 => {
+            for (slot, value) in slots.zip(values) {
+                *slot = value.to_bits();
+            }
+        }
+        Dtype::Bf16 => {
+            let bits = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
+            for (slot, pair) in slots.zip(values.chunks(2)) {
+                *slot = bits(pair[0]) | bits(pair.get(1).copied().unwrap_or(0.0)) << 16;
+            }
+        }
+    }
+}
+
+/// Gate or up columns in a panel of a gate/up matrix.
+pub(crate) const GATE_COLUMNS: usize = PANEL / 2;
+
+/// Rows of the packed gate/up matrix of an MLP of width `n_ff`.
+///
+/// Each panel holds 32 gate columns, then their 32 up columns, so that one register tile has
+/// both operands of SiLU·mul. `n_ff` is padded to a multiple of 32 with zero rows.
+pub const fn gate_up_rows(n_ff: usize) -> usize {
+    n_ff.div_ceil(GATE_COLUMNS) * PANEL
+}
+
+/// The packed row of gate (or up) row `i`, below `n_ff`.
+pub fn gate_up_row(n_ff: usize, is_up: bool, i: usize) -> usize {
+    assert!(i < n_ff, "row {i} of an MLP of width {n_ff}");
+    i / GATE_COLUMNS * PANEL + i % GATE_COLUMNS + if is_up { GATE_COLUMNS } else { 0 }
+}
+
+/// The `(is_up, i)` of packed row `row`, the inverse of [`gate_up_row`]; `None` for padding.
+pub fn gate_up_source(n_ff: usize, row: usize) -> Option<(bool, usize)> {
+    let i = row / PANEL * GATE_COLUMNS + row % GATE_COLUMNS;
+    (i < n_ff).then_some((row % PANEL >= GATE_COLUMNS, i))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+
+    #[test]
+    fn rows_read_back_rounded() {
+        for (dtype, n, k) in [(Dtype::F32, 65, 3), (Dtype::Bf16, 65, 3), (Dtype::Bf16, 130, 64)] {
+            let value = |row: usize, i: usize| (row * 1000 + i) as f32 * 0.37 - 20.0;
+            let ctx = Ctx::new(Isa::Portable, 2).unwrap();
+            let mut bulk = PackedMatrix::zeroed(dtype, n, k).unwrap();
+            bulk.set_rows(&ctx, 1, n - 1, &|row, out| {
+                out.iter_mut().enumerate().for_each(|(i, v)| *v = value(row + 1, i));
+            });
+            let mut single = PackedMatrix::zeroed(dtype, n, k).unwrap();
+            let mut row_values = vec![0.0; k];
+            for row in 1..n {
+                row_values.iter_mut().enumerate().for_each(|(i, v)| *v = value(row, i));
+                single.set_row(row, &row_values);
+            }
+            assert_eq!(bulk.words(), single.words());
+            for row in 0..n {
+                bulk.get_row(row, &mut row_values);
+                for (i, &got) in row_values.iter().enumerate() {
+                    let exact = if row == 0 { 0.0 } else { value(row, i) };
+                    let want = match dtype {
+                        Dtype::F32 => exact,
+                        Dtype::Bf16 => half::bf16::from_f32(exact).to_f32(),
+                    };
+                    assert_eq!(got, want, "row {row}, input {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gate_up_rows_are_a_bijection_with_padding() {
+        for n_ff in [1, 32, 33, 1536] {
+            let mut used = 0;
+            for row in 0..gate_up_rows(n_ff) {
+                if let Some((is_up, i)) = gate_up_source(n_ff, row) {
+                    assert_eq!(gate_up_row(n_ff, is_up, i), row);
+                    used += 1;
+                }
+            }
+            assert_eq!(used, 2 * n_ff);
+        }
+    }
+
+    #[test]
+    fn impossible_shapes_are_errors() {
+        assert!(PackedMatrix::zeroed(Dtype::F32, usize::MAX, 1).is_err());
+        assert!(PackedMatrix::zeroed(Dtype::Bf16, 1 << 40, 1 << 40).is_err());
+    }
+}

@@ -1,0 +1,147 @@
+//! AVX-512: a vector is one `zmm`; with and without the bfloat16 dot product.
+
+use core::arch::x86_64::*;
+use core::mem::transmute;
+
+use super::{Kernel, LANES, Simd};
+
+/// Token of the AVX-512 paths; `BF16` says whether the dot product is there.
+#[derive(Clone, Copy)]
+pub(super) struct Avx512<const BF16: bool>(());
+
+/// Runs `kernel` without the bfloat16 instructions.
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ and VL.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<false>(()))
+}
+
+/// Runs `kernel` with the bfloat16 instructions.
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ, VL and BF16.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub(super) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<true>(()))
+}
+
+/// Methods whose bodies are intrinsics without memory operands.
+macro_rules! register_ops {
+    ($(fn $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty $body:block)*) => {
+        $(#[inline(always)]
+        fn $name(self, $($arg: $ty),*) -> $ret {
+            // SAFETY: the token proves the instructions; no memory is touched.
+            unsafe { $body }
+        })*
+    };
+}
+
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    type V = __m512;
+    type W = __m512i;
+    const MR: usize = 6;
+    const NV: usize = 4;
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::V {
+        // SAFETY: 16 lanes are readable; the token proves AVX-512.
+        unsafe { _mm512_loadu_ps(x.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, v: Self::V, out: &mut [f32; LANES]) {
+        // SAFETY: 16 lanes are writable; the token proves AVX-512.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), v) }
+    }
+
+    #[inline(always)]
+    fn load_w(self, x: &[u32; LANES]) -> Self::W {
+        // SAFETY: 16 lanes are readable; the token proves AVX-512.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    fn store_w(self, w: Self::W, out: &mut [u32; LANES]) {
+        // SAFETY: 16 lanes are writable; the token proves AVX-512.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), w) }
+    }
+
+    #[inline(always)]
+    fn join_w(self, lo: &[u32; 8], hi: &[u32; 8]) -> Self::W {
+        // SAFETY: 8 lanes are readable at either pointer; the token proves AVX-512.
+        unsafe {
+            let low = _mm512_castsi256_si512(_mm256_loadu_si256(lo.as_ptr().cast()));
+            _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(hi.as_ptr().cast()))
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u32) {
+        // SAFETY: a prefetch does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+
+    register_ops! {
+        fn splat(x: f32) -> Self::V { _mm512_set1_ps(x) }
+        fn splat_w(x: u32) -> Self::W { _mm512_set1_epi32(x.cast_signed()) }
+        fn and_w(a: Self::W, b: Self::W) -> Self::W { _mm512_and_si512(a, b) }
+        fn add(a: Self::V, b: Self::V) -> Self::V { _mm512_add_ps(a, b) }
+        fn sub(a: Self::V, b: Self::V) -> Self::V { _mm512_sub_ps(a, b) }
+        fn mul(a: Self::V, b: Self::V) -> Self::V { _mm512_mul_ps(a, b) }
+        fn div(a: Self::V, b: Self::V) -> Self::V { _mm512_div_ps(a, b) }
+        fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V { _mm512_fmadd_ps(a, b, c) }
+        fn max(a: Self::V, b: Self::V) -> Self::V { _mm512_max_ps(a, b) }
+        fn min(a: Self::V, b: Self::V) -> Self::V { _mm512_min_ps(a, b) }
+        fn select_lt(a: Self::V, b: Self::V, t: Self::V, f: Self::V) -> Self::V {
+            _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), f, t)
+        }
+        fn scale2(x: Self::V, n: Self::V) -> Self::V { _mm512_scalef_ps(x, n) }
+        fn dot_f32(acc: Self::V, a: Self::W, b: Self::W) -> Self::V {
+            _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), acc)
+        }
+        fn dot_bf16(acc: Self::V, a: Self::W, b: Self::W) -> Self::V {
+            if BF16 {
+                _mm512_dpbf16_ps(
+                    acc,
+                    transmute::<__m512i, __m512bh>(a),
+                    transmute::<__m512i, __m512bh>(b),
+                )
+            } else {
+                let high = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+                let a_even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(a));
+                let b_even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(b));
+                let a_odd = _mm512_castsi512_ps(_mm512_and_si512(a, high));
+                let b_odd = _mm512_castsi512_ps(_mm512_and_si512(b, high));
+                _mm512_fmadd_ps(a_odd, b_odd, _mm512_fmadd_ps(a_even, b_even, acc))
+            }
+        }
+        fn pack_bf16(lo: Self::V, hi: Self::V) -> Self::W {
+            if BF16 {
+                transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(hi, lo))
+            } else {
+                let low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(round_bf16(lo)));
+                _mm512_inserti64x4::<1>(low, _mm512_cvtepi32_epi16(round_bf16(hi)))
+            }
+        }
+    }
+}
+
+/// The bf16 bits of each lane in its low half.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn round_bf16(x: __m512) -> __m512i {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let bits = _mm512_castps_si512(x);
+        let high = _mm512_srli_epi32::<16>(bits);
+        let odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+        let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+        let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+        _mm512_mask_blend_epi32(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), rounded, quiet)
+    }
+}

@@ -1,0 +1,1 @@
+//! The committed PTX of the Triton kernels and their typed launch structs.

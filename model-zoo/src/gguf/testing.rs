@@ -1,0 +1,134 @@
+//! Writes GGUF files for tests, well-formed or not.
+
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+/// A GGUF file in the making.
+#[derive(Clone)]
+pub(super) struct Builder {
+    pub(super) version: u32,
+    pub(super) alignment: usize,
+    /// Key, type number, value.
+    keys: Vec<(String, u32, Vec<u8>)>,
+    tensors: Vec<Tensor>,
+    data: Vec<u8>,
+}
+
+#[derive(Clone)]
+pub(super) struct Tensor {
+    pub(super) name: String,
+    /// Fastest dimension first, as in the file.
+    pub(super) dimensions: Vec<u64>,
+    pub(super) kind: u32,
+    pub(super) offset: u64,
+}
+
+impl Builder {
+    pub(super) fn new() -> Self {
+        Self { version: 3, alignment: 32, keys: vec![], tensors: vec![], data: vec![] }
+    }
+
+    pub(super) fn key(mut self, key: &str, kind: u32, value: &[u8]) -> Self {
+        self.keys.retain(|(name, ..)| name != key);
+        self.duplicate_key(key, kind, value)
+    }
+
+    pub(super) fn duplicate_key(mut self, key: &str, kind: u32, value: &[u8]) -> Self {
+        self.keys.push((key.into(), kind, value.to_vec()));
+        self
+    }
+
+    pub(super) fn without(mut self, key: &str) -> Self {
+        self.keys.retain(|(name, ..)| name != key);
+        self
+    }
+
+    pub(super) fn u32(self, key: &str, value: u32) -> Self {
+        self.key(key, 4, &value.to_le_bytes())
+    }
+
+    pub(super) fn f32(self, key: &str, value: f32) -> Self {
+        self.key(key, 6, &value.to_le_bytes())
+    }
+
+    pub(super) fn flag(self, key: &str, value: bool) -> Self {
+        self.key(key, 7, &[value.into()])
+    }
+
+    pub(super) fn string(self, key: &str, value: &str) -> Self {
+        self.key(key, 8, &string(value))
+    }
+
+    pub(super) fn strings<S: AsRef<str>>(self, key: &str, values: &[S]) -> Self {
+        let elements: Vec<u8> = values.iter().flat_map(|v| string(v.as_ref())).collect();
+        self.array(key, 8, values.len() as u64, &elements)
+    }
+
+    pub(super) fn i32s(self, key: &str, values: &[i32]) -> Self {
+        let elements: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.array(key, 5, values.len() as u64, &elements)
+    }
+
+    pub(super) fn array(self, key: &str, kind: u32, count: u64, elements: &[u8]) -> Self {
+        let value = [&kind.to_le_bytes()[..], &count.to_le_bytes(), elements].concat();
+        self.key(key, 9, &value)
+    }
+
+    /// Adds an F32 tensor of this shape, slowest dimension first.
+    pub(super) fn floats(self, name: &str, shape: &[usize], values: &[f32]) -> Self {
+        let dimensions: Vec<u64> = shape.iter().rev().map(|&d| d as u64).collect();
+        let data: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.tensor(name, &dimensions, 0, &data)
+    }
+
+    /// Adds a tensor behind the others; `dimensions` are fastest first.
+    pub(super) fn tensor(mut self, name: &str, dimensions: &[u64], kind: u32, data: &[u8]) -> Self {
+        self.data.resize(self.data.len().next_multiple_of(self.alignment), 0);
+        let offset = self.data.len() as u64;
+        self.data.extend(data);
+        let dimensions = dimensions.to_vec();
+        self.tensors.push(Tensor { name: name.into(), dimensions, kind, offset });
+        self
+    }
+
+    /// Changes the last tensor's info.
+    pub(super) fn edit_tensor(mut self, edit: impl FnOnce(&mut Tensor)) -> Self {
+        edit(self.tensors.last_mut().expect("there is a tensor"));
+        self
+    }
+
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        let mut out = b"GGUF".to_vec();
+        out.extend(self.version.to_le_bytes());
+        out.extend((self.tensors.len() as u64).to_le_bytes());
+        out.extend((self.keys.len() as u64).to_le_bytes());
+        for (key, kind, value) in &self.keys {
+            out.extend(string(key));
+            out.extend(kind.to_le_bytes());
+            out.extend(value);
+        }
+        for tensor in &self.tensors {
+            out.extend(string(&tensor.name));
+            out.extend((tensor.dimensions.len() as u32).to_le_bytes());
+            out.extend(tensor.dimensions.iter().flat_map(|d| d.to_le_bytes()));
+            out.extend(tensor.kind.to_le_bytes());
+            out.extend(tensor.offset.to_le_bytes());
+        }
+        out.resize(out.len().next_multiple_of(self.alignment), 0);
+        out.extend(&self.data);
+        out
+    }
+
+    /// Writes the file; it lives as long as the folder.
+    pub(super) fn write(&self) -> (TempDir, PathBuf) {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("model.gguf");
+        std::fs::write(&path, self.bytes()).unwrap();
+        (dir, path)
+    }
+}
+
+fn string(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}

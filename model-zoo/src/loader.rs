@@ -1,0 +1,218 @@
+//! From a path to a running engine.
+
+use crate::config::{GenerationDefaults, read_config};
+use crate::decoder::{Decoder, DecoderLimits, model_info};
+use crate::error::LoadError;
+use crate::gguf::GgufFile;
+use crate::safetensors::SafetensorsSource;
+use crate::source::{SourceDtype, WeightSource};
+use crate::spec::DecoderSpec;
+use crate::weights::EMBED_TOKENS;
+use quire_engine::backend::{CpuBackend, ReferenceBackend};
+use quire_engine::config::{ConfigError, ResolvedConfig, available_memory};
+use quire_engine::engine::TextConfig;
+use quire_engine::model::ModelInfo;
+use quire_engine::ops::{Backend, BackendError};
+use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::text::{TextError, Tokenizer};
+use quire_engine::{DType, Engine, EngineConfig};
+use std::path::Path;
+
+pub use quire_engine::backend::Isa;
+
+/// Why a model cannot be opened or run.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file is not what it should be.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// The backend cannot hold the model.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The engine's limits do not fit the model.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The tokenizer is unusable.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// The model has a part no op computes yet.
+    #[error("{architecture} with {part} is not supported")]
+    Unsupported {
+        /// The architecture.
+        architecture: String,
+        /// The part.
+        part: &'static str,
+    },
+}
+
+/// Which implementation of the ops runs the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackendKind {
+    /// The scalar specification: slow, for verification.
+    Reference,
+    /// SIMD kernels and worker threads.
+    #[default]
+    Cpu,
+}
+
+/// How to run a model.
+#[derive(Clone, Debug, Default)]
+pub struct LoadOptions {
+    /// The backend.
+    pub backend: BackendKind,
+    /// Type of weights, GEMM inputs and KV; default: f32 for f32 models, else bf16.
+    pub dtype: Option<DType>,
+    /// Instruction set of the CPU backend; default: the best of this machine.
+    pub isa: Option<Isa>,
+    /// Threads of the CPU backend; default: the cores this process may use.
+    pub threads: Option<usize>,
+    /// Sizes and limits.
+    pub engine: EngineConfig,
+}
+
+/// How a model is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelFormat {
+    /// A folder in Hugging Face layout.
+    HuggingFace,
+    /// One GGUF file.
+    Gguf,
+}
+
+/// A model's files, opened and checked; the weights are read by [`ModelFiles::load`].
+pub struct ModelFiles {
+    /// What the decoder is made of.
+    pub spec: DecoderSpec,
+    /// The weights.
+    pub source: Box<dyn WeightSource>,
+    /// Tokenizer and special tokens.
+    pub text: TextConfig,
+    /// Sampling parameters the publisher recommends.
+    pub generation: GenerationDefaults,
+    /// How it is stored.
+    pub format: ModelFormat,
+}
+
+impl ModelFiles {
+    /// Opens a Hugging Face folder or a `.gguf` file.
+    ///
+    /// # Errors
+    /// A file is missing, malformed, or asks for something not supported.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let files = if path.is_dir() { Self::open_folder(path)? } else { Self::open_gguf(path)? };
+        if files.spec.mlp_bias {
+            let architecture = files.spec.architecture.clone();
+            return Err(ModelError::Unsupported { architecture, part: "mlp_bias" });
+        }
+        Ok(files)
+    }
+
+    fn open_folder(path: &Path) -> Result<Self, ModelError> {
+        let config = read_config(path)?;
+        let source = SafetensorsSource::open(path)?;
+        let text = TextConfig {
+            tokenizer: Tokenizer::from_file(&path.join("tokenizer.json"))?,
+            // tokenizer.json has a post-processor where the model wants BOS.
+            prepend_bos: None,
+            eos_token_ids: config.spec.eos.clone(),
+        };
+        Ok(ModelFiles {
+            spec: config.spec,
+            source: Box::new(source),
+            text,
+            generation: config.generation,
+            format: ModelFormat::HuggingFace,
+        })
+    }
+
+    fn open_gguf(path: &Path) -> Result<Self, ModelError> {
+        let file = GgufFile::open(path)?;
+        let tokenizer = file.tokenizer()?;
+        let spec = file.spec()?;
+        let mut eos_token_ids = spec.eos.clone();
+        eos_token_ids.extend(tokenizer.eos.iter().filter(|id| !spec.eos.contains(id)));
+        let text = TextConfig {
+            prepend_bos: tokenizer.bos.filter(|_| tokenizer.add_bos),
+            tokenizer: Tokenizer::from_inner(tokenizer.tokenizer),
+            eos_token_ids,
+        };
+        Ok(ModelFiles {
+            spec,
+            source: Box::new(file.into_source()?),
+            text,
+            generation: GenerationDefaults::default(),
+            format: ModelFormat::Gguf,
+        })
+    }
+
+    /// The model's sizes.
+    pub fn info(&self) -> ModelInfo {
+        model_info(&self.spec)
+    }
+
+    /// The type weights are computed in unless the user says otherwise.
+    pub fn default_dtype(&self) -> DType {
+        match self.source.dtype(EMBED_TOKENS) {
+            Some(SourceDtype::F32) => DType::F32,
+            _ => DType::Bf16,
+        }
+    }
+
+    /// The sizes an engine with `options` will have.
+    ///
+    /// # Errors
+    /// A limit does not fit the model or the memory of this machine.
+    pub fn plan(&self, options: &LoadOptions) -> Result<ResolvedConfig, ModelError> {
+        let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
+        // Where the system does not say, the allocator has the last word.
+        let available = available_memory().unwrap_or(isize::MAX as usize);
+        Ok(options.engine.resolve(&self.info(), dtype, available)?)
+    }
+
+    /// Reads the weights and builds an engine. `progress` is called with the parameters read.
+    ///
+    /// # Errors
+    /// A tensor is missing or has the wrong shape; memory is short; a limit does not fit.
+    pub fn load(
+        &self,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Engine, ModelError> {
+        let config = self.plan(options)?;
+        let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
+        let executor = match options.backend {
+            BackendKind::Reference => self.executor(ReferenceBackend::new(dtype), &config, progress)?,
+            BackendKind::Cpu => {
+                let backend = CpuBackend::new(dtype, options.isa, options.threads)?;
+                self.executor(backend, &config, progress)?
+            }
+        };
+        Ok(Engine::new(executor, self.text.clone(), config, options.engine.seed))
+    }
+
+    fn executor<B: Backend>(
+        &self,
+        mut backend: B,
+        config: &ResolvedConfig,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Box<dyn Executor>, ModelError> {
+        let sizes = &config.scheduler;
+        let limits = DecoderLimits {
+            max_tokens: sizes.max_num_batched_tokens,
+            max_positions: sizes.max_model_len,
+        };
+        let model =
+            Decoder::load(&self.spec, self.source.as_ref(), &mut backend, &limits, progress)?;
+        let dtype = backend.info().dtype;
+        let layout = self.info().kv_layout(sizes.num_blocks, sizes.block_size, dtype);
+        Ok(Box::new(ModelRunner::new(backend, model, layout)?))
+    }
+}
+
+/// Opens and loads a model in one go.
+///
+/// # Errors
+/// See [`ModelFiles::open`] and [`ModelFiles::load`].
+pub fn load(path: &Path, options: &LoadOptions) -> Result<Engine, ModelError> {
+    ModelFiles::open(path)?.load(options, &mut |_| ())
+}

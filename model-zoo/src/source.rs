@@ -1,0 +1,114 @@
+//! Where weights come from: a set of named tensors, read row by row as f32.
+//!
+//! Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file format, and
+//! shapes are `[rows, cols]` with rows the output features, so that a decoder is built the same way
+//! from safetensors and from GGUF.
+
+use std::fmt;
+
+use crate::error::LoadError;
+
+/// Element or block type of a tensor on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SourceDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// 32 elements: f16 scale, 32 signed bytes.
+    Q8_0,
+    /// 32 elements: f16 scale, 4-bit values around 8.
+    Q4_0,
+    /// 32 elements: f16 scale, f16 minimum, 4-bit values.
+    Q4_1,
+    /// 256 elements: 6-bit values around 32, sixteen 8-bit scales, f16 scale.
+    Q6K,
+}
+
+impl SourceDtype {
+    /// Elements in one block; 1 for plain floats.
+    pub const fn block_elements(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => 1,
+            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => 32,
+            Self::Q6K => 256,
+        }
+    }
+
+    /// Bytes of one block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::Q8_0 => 34,
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q6K => 210,
+        }
+    }
+
+    /// The name shown to users.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::Q8_0 => "Q8_0",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q6K => "Q6_K",
+        }
+    }
+}
+
+impl fmt::Display for SourceDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Named tensors of one model, readable from many threads at once.
+pub trait WeightSource: Send + Sync {
+    /// Shape of a tensor, `[rows, cols]` for a matrix; `None` if there is no such tensor.
+    fn shape(&self, name: &str) -> Option<&[usize]>;
+
+    /// Type of a tensor on disk; `None` if there is no such tensor.
+    fn dtype(&self, name: &str) -> Option<SourceDtype>;
+
+    /// Every tensor's name, sorted.
+    fn names(&self) -> Vec<&str>;
+
+    /// Reads one row of a matrix, or the whole of a vector as row 0, into `out` as f32.
+    ///
+    /// # Errors
+    /// The tensor does not exist or is neither vector nor matrix, `row` is out of range, or `out`
+    /// is not one row long.
+    fn read_row(&self, name: &str, row: usize, out: &mut [f32]) -> Result<(), LoadError>;
+
+    /// The file that holds a tensor, or the model's path if there is no such tensor; for messages.
+    fn location(&self, name: &str) -> String;
+}
+
+/// The bytes of `row` within a tensor's data; `Err` says what is wrong with the request.
+pub(crate) fn row_bytes(
+    shape: &[usize],
+    dtype: SourceDtype,
+    row: usize,
+    out_len: usize,
+) -> Result<std::ops::Range<usize>, String> {
+    let (rows, cols) = match *shape {
+        [cols] => (1, cols),
+        [rows, cols] => (rows, cols),
+        _ => return Err(format!("has shape {shape:?}; only vectors and matrices have rows")),
+    };
+    if row >= rows {
+        return Err(format!("row {row} was asked for; there are {rows}"));
+    }
+    if out_len != cols {
+        return Err(format!("a row has {cols} elements; the output has {out_len}"));
+    }
+    let bytes = cols / dtype.block_elements() * dtype.block_bytes();
+    Ok(row * bytes..(row + 1) * bytes)
+}

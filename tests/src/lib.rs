@@ -1,0 +1,1 @@
+//! Oracle, strategies, property, conformance and golden tests of Quire.
