@@ -4,7 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use quire_kernels_cpu::{Ctx, Dtype, Epilogue, Isa, PackedMatrix, gemm, usable_cores};
+use quire_kernels_cpu::{
+    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, PackedMatrix, attention, gemm,
+    usable_cores,
+};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
@@ -34,6 +37,24 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     ] {
         report_gemm(&ctx, m, n, k)?;
     }
+    for (tokens, context, kv_heads, group, head_dim) in [
+        (1024, 1024, 3, 3, 64),
+        (4096, 4096, 3, 3, 64),
+        (1024, 1024, 8, 4, 128),
+        (1, 1024, 3, 3, 64),
+        (1, 8192, 8, 4, 128),
+        (1, 8192, 8, 8, 128),
+    ] {
+        let shape = KvShape {
+            layers: 1,
+            num_blocks: context / 16,
+            block_size: 16,
+            kv_heads,
+            head_dim,
+            dtype: Dtype::Bf16,
+        };
+        report_attention(&ctx, shape, group, tokens)?;
+    }
     Ok(())
 }
 
@@ -49,12 +70,7 @@ fn best(budget: Duration, mut f: impl FnMut()) -> Duration {
     best
 }
 
-fn report_gemm(
-    ctx: &Ctx,
-    m: usize,
-    n: usize,
-    k: usize,
-) -> Result<(), Box<dyn std::error::Error>> {
+fn report_gemm(ctx: &Ctx, m: usize, n: usize, k: usize) -> Result<(), Box<dyn std::error::Error>> {
     let mut w = PackedMatrix::zeroed(Dtype::Bf16, n, k)?;
     w.set_rows(ctx, 0, n, &|row, out| {
         out.iter_mut().enumerate().for_each(|(i, x)| *x = ((row + 7 * i) % 13) as f32 * 0.1);
@@ -70,6 +86,46 @@ fn report_gemm(
         seconds * 1e6,
         (2 * m * n * k) as f64 / seconds / 1e9,
         w.bytes() as f64 / seconds / 1e9,
+    );
+    Ok(())
+}
+
+/// The last `tokens` of a sequence that fills the cache.
+fn report_attention(
+    ctx: &Ctx,
+    shape: KvShape,
+    group: usize,
+    tokens: usize,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut kv = KvCache::new(shape)?;
+    kv.fill(0x3e00_3e00);
+    let context = shape.num_blocks * shape.block_size;
+    let q_heads = shape.kv_heads * group;
+    let q = vec![0x3e00_3e00; tokens * q_heads * shape.head_dim / 2];
+    let mut out = vec![0; q.len()];
+    let block_table: Vec<i32> = (0..shape.num_blocks as i32).collect();
+    let args = AttnArgs {
+        q: &q,
+        q_heads,
+        layer: 0,
+        query_start_loc: &[0, tokens as i32],
+        seq_lens: &[context as i32],
+        block_table: &block_table,
+        max_blocks: shape.num_blocks,
+        scale: 0.1,
+        window: None,
+        softcap: None,
+    };
+    let time = best(Duration::from_millis(300), || attention(ctx, &args, &kv, &mut out));
+    let seconds = time.as_secs_f64();
+    let pairs = tokens * (context - tokens) + tokens * (tokens + 1) / 2;
+    println!(
+        "attention {tokens:4} of {context:4}, {} × {group} heads of {:3}: {:8.1} µs {:7.1} GFLOP/s {:6.1} GB/s of KV",
+        shape.kv_heads,
+        shape.head_dim,
+        seconds * 1e6,
+        (4 * pairs * q_heads * shape.head_dim) as f64 / seconds / 1e9,
+        shape.bytes()? as f64 / seconds / 1e9,
     );
     Ok(())
 }

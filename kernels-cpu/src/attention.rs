@@ -202,11 +202,13 @@ impl Item<'_> {
     #[inline(always)]
     fn row_batches<S: Simd, D: Elem>(&self, s: S) {
         let rows = (self.tokens.1 - self.tokens.0) * self.group();
-        let mut scratch = MaybeUninit::<Scratch>::uninit();
-        // SAFETY: plain arrays, and every element is written before it is read.
-        let scratch = unsafe { &mut *scratch.as_mut_ptr() };
+        let mut scratch = Scratch {
+            scores: [[0.0; SPLIT]; MAX_TILE_ROWS],
+            probs: [[0; SPLIT]; MAX_TILE_ROWS],
+            queries: [0; MAX_TILE_ROWS * MAX_HEAD_DIM],
+        };
         for batch in 0..rows.div_ceil(ITEM_ROWS) {
-            self.batch::<S, D>(s, tile_rows(rows, ITEM_ROWS, batch), scratch);
+            self.batch::<S, D>(s, tile_rows(rows, ITEM_ROWS, batch), &mut scratch);
         }
     }
 
@@ -412,9 +414,7 @@ unsafe fn score_tile<S: Simd, D: Elem, const R: usize, const NV: usize>(
         let mut b = [s.splat_w(0); NV];
         for (b, [lo, hi]) in b.iter_mut().zip(&halves) {
             // SAFETY: a half-group holds `words` rows of 8 keys.
-            *b = unsafe {
-                s.join_w(&*lo.add(word * HALF).cast(), &*hi.add(word * HALF).cast())
-            };
+            *b = unsafe { s.join_w(&*lo.add(word * HALF).cast(), &*hi.add(word * HALF).cast()) };
         }
         // SAFETY: by the contract.
         unsafe { step::<S, D, R, NV>(s, &mut acc, (q.add(word), words), &b) };

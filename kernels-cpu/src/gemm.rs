@@ -192,9 +192,9 @@ impl Block<'_> {
             } else {
                 Part::Half(half % 2)
             };
-            let sums = scratch.as_mut_ptr().cast::<[f32; PANEL]>();
             // SAFETY: the scratch has BLOCK_ROWS rows; all bytes zero is a valid `f32` row.
             let sums = unsafe {
+                let sums = (&raw mut (*scratch.as_mut_ptr()).0).cast::<[f32; PANEL]>();
                 sums.write_bytes(0, rows);
                 std::slice::from_raw_parts_mut(sums, rows)
             };

@@ -20,17 +20,14 @@ pub enum Isa {
 
 /// The name given is not an instruction-set path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "unknown instruction set {name:?}; expected portable, avx2, avx512, avx512bf16 or neon"
-)]
+#[error("unknown instruction set {name:?}; expected portable, avx2, avx512, avx512bf16 or neon")]
 pub struct UnknownIsa {
     /// The name as given.
     pub name: String,
 }
 
 impl Isa {
-    const ALL: [Self; 5] =
-        [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    const ALL: [Self; 5] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
 
     /// The fastest path this machine runs.
     pub fn detect() -> Self {

@@ -62,10 +62,7 @@ impl KvShape {
         if self.block_size == 0 || !self.block_size.is_multiple_of(HALF) {
             return Err(KvError::BlockSize(self.block_size));
         }
-        if self.head_dim == 0
-            || !self.head_dim.is_multiple_of(16)
-            || self.head_dim > MAX_HEAD_DIM
-        {
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(16) || self.head_dim > MAX_HEAD_DIM {
             return Err(KvError::HeadDim(self.head_dim));
         }
         if self.layers == 0 || self.num_blocks == 0 || self.kv_heads == 0 {
@@ -74,14 +71,8 @@ impl KvShape {
         if i32::try_from(self.num_blocks).is_err() {
             return Err(KvError::TooManyBlocks(self.num_blocks));
         }
-        let factors = [
-            self.num_blocks,
-            2,
-            self.kv_heads,
-            self.block_size,
-            self.head_dim,
-            self.dtype.size(),
-        ];
+        let factors =
+            [self.num_blocks, 2, self.kv_heads, self.block_size, self.head_dim, self.dtype.size()];
         factors
             .into_iter()
             .try_fold(self.layers, usize::checked_mul)

@@ -152,8 +152,7 @@ impl Pool {
         let job: &(dyn Fn(usize) + Sync) = &f;
         // SAFETY: the lifetime is erased, but this call does not return or unwind before
         // `running` is back to 0, and no worker touches the job after that.
-        let job: Job =
-            unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static _>(job) };
+        let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static _>(job) };
         // SAFETY: `turn` is held and the last job is over, so nobody reads the cell.
         unsafe { *shared.job.get() = Some(job) };
         shared.running.store(self.threads - 1, SeqCst);

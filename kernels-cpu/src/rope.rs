@@ -178,12 +178,10 @@ fn write_value<D: Elem>(out: &[AtomicU32], sub: usize, rounded: &[u32]) {
         return;
     }
     // The other half of a word may be another worker's token, so it is not rewritten.
-    // SAFETY: two `AtomicU16` have the size of an `AtomicU32` and a weaker alignment; every
-    // access to these words during the call is atomic, and no two of different size race
-    // unless two tokens share a slot, which then holds either's bits.
-    let halves = unsafe {
-        std::slice::from_raw_parts(out.as_ptr().cast::<AtomicU16>(), 2 * out.len())
-    };
+    // SAFETY: two `AtomicU16` have the size of an `AtomicU32` and a weaker alignment. During the
+    // call the words of V are written through `AtomicU16` alone.
+    let halves =
+        unsafe { std::slice::from_raw_parts(out.as_ptr().cast::<AtomicU16>(), 2 * out.len()) };
     let pairs = halves.as_chunks::<2>().0.as_chunks::<2>().0;
     for (pair, &word) in pairs.iter().zip(rounded) {
         pair[0][sub].store(word as u16, Relaxed);

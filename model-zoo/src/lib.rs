@@ -31,3 +31,7 @@ pub mod spec;
 pub mod weights;
 
 pub use loader::{BackendKind, LoadOptions, ModelError, ModelFiles, load};
+
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

@@ -16,9 +16,9 @@ pub(crate) fn map_file(path: &Path) -> Result<Mmap, LoadError> {
         return Err(LoadError::malformed(path, "is not a regular file"));
     }
     let file = File::open(path).map_err(|e| LoadError::io(path, e))?;
-    // SAFETY: the mapping is private and read-only, and every value read from it is checked plain
-    // data, so the bytes carry no invariant that types rely on. That nobody changes or truncates the
-    // file meanwhile is the documented duty of whoever runs the program, as for every loader that
-    // maps its weights.
+    // SAFETY: the mapping is read-only, and sound as long as nobody changes or truncates the file
+    // while it lives: headers are borrowed from it as checked UTF-8, weights as plain bytes.
+    // Keeping the file still is the documented duty of whoever runs the program, as it is for every
+    // loader that maps its weights.
     unsafe { Mmap::map(&file) }.map_err(|e| LoadError::io(path, e))
 }

@@ -1,8 +1,8 @@
 //! Where weights come from: a set of named tensors, read row by row as f32.
 //!
-//! Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file format, and
-//! shapes are `[rows, cols]` with rows the output features, so that a decoder is built the same way
-//! from safetensors and from GGUF.
+//! Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file format,
+//! and shapes are `[rows, cols]` with rows the output features, so that a decoder is built the same
+//! way from safetensors and from GGUF.
 
 use std::fmt;
 

@@ -31,7 +31,8 @@ const _: () = assert!((MAX_HEADS * MAX_HEAD_DIM).checked_mul(MAX_HIDDEN_SIZE).is
 ///
 /// Specs from [`read_config`](crate::config::read_config) and
 /// [`GgufFile::spec`](crate::gguf::GgufFile::spec) are checked: within the limits of this module,
-/// `num_heads` a multiple of `num_kv_heads`, `windows` one a layer, token ids within the vocabulary.
+/// `num_heads` a multiple of `num_kv_heads`, `windows` one a layer, token ids within the
+/// vocabulary.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderSpec {
     /// Hugging Face architecture name, such as `LlamaForCausalLM`.
@@ -145,7 +146,8 @@ impl RopeSpec {
         }
         if self.rot_dim == 0 || !self.rot_dim.is_multiple_of(2) || self.rot_dim > head_dim {
             return Err(format!(
-                "the rotary dimension is {}; it must be even, at least 2 and at most head_dim {head_dim}",
+                "the rotary dimension is {}; it must be even, at least 2 and at most head_dim \
+                 {head_dim}",
                 self.rot_dim
             ));
         }

@@ -23,8 +23,8 @@ pub fn layer_weight(layer: usize, suffix: &str) -> String {
     format!("model.layers.{layer}.{suffix}")
 }
 
-/// Every tensor a spec needs: the embedding, then each layer's, then the last norm and, unless tied,
-/// the output projection.
+/// Every tensor a spec needs: the embedding, then each layer's, then the last norm and, unless
+/// tied, the output projection.
 pub fn expected_weights(spec: &DecoderSpec) -> Vec<ExpectedWeight> {
     let (vocab, hidden) = (spec.vocab_size, spec.hidden_size);
     let mut weights =

@@ -1,1 +1,15 @@
 //! Oracle, strategies, property, conformance and golden tests of Quire.
+//!
+//! * [`fixtures`]: a tiny random model built in memory, and where the recorded files are.
+//! * [`harness`]: one op at a time on any backend, with inputs that arrive bit for bit.
+//! * [`conformance`]: the cases of each op, and how far two backends may differ.
+//! * [`oracle`]: a request run alone, and what two runs must agree on.
+//! * [`strategies`]: proptest strategies for shapes, ragged batches and request mixes.
+#![forbid(unsafe_code)]
+
+pub mod conformance;
+pub mod fixtures;
+pub mod harness;
+pub mod oracle;
+pub mod rng;
+pub mod strategies;

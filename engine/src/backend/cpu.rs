@@ -10,7 +10,8 @@ use crate::sampling::{SampleOutput, Sampler, SamplingBatch, sample_row};
 use bytemuck::{cast_slice, cast_slice_mut};
 use quire_kernels_cpu as kernels;
 use quire_kernels_cpu::{
-    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, PackedMatrix, Words, gate_up_row,
+    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, PackedMatrix, Words, gate_up_rows,
+    gate_up_source,
 };
 use std::ops::Range;
 use std::sync::Mutex;
@@ -137,21 +138,19 @@ impl Backend for CpuBackend {
         let ff = n / 2;
         let packed_n = match layout {
             MatrixLayout::Plain => n,
-            MatrixLayout::GateUp => 2 * ff.next_multiple_of(32),
+            MatrixLayout::GateUp => gate_up_rows(ff),
         };
         let mut packed = PackedMatrix::zeroed(self.kernel_dtype(), packed_n, k)
             .map_err(|e| out_of_memory("a weight", e.bytes))?;
         // Packed row → row of the model, where it is not padding.
-        let mut source: Vec<Option<usize>> = vec![None; packed_n];
-        for i in 0..n {
-            let at = match layout {
-                MatrixLayout::Plain => i,
-                MatrixLayout::GateUp => gate_up_row(ff, i >= ff, i % ff),
-            };
-            source[at] = Some(i);
-        }
+        let source = |row: usize| match layout {
+            MatrixLayout::Plain => Some(row),
+            MatrixLayout::GateUp => {
+                gate_up_source(ff, row).map(|(is_up, i)| if is_up { ff + i } else { i })
+            }
+        };
         let failure = Mutex::new(None);
-        packed.set_rows(&self.ctx, 0, packed_n, &|row, out: &mut [f32]| match source[row] {
+        packed.set_rows(&self.ctx, 0, packed_n, &|row, out: &mut [f32]| match source(row) {
             None => out.fill(0.0),
             Some(i) => {
                 if let Err(error) = read_row(i, out) {
@@ -209,7 +208,11 @@ impl Backend for CpuBackend {
     fn embed(&mut self, table: &CpuMatrix, out: &mut CpuTensor) {
         assert_eq!(table.layout, MatrixLayout::Plain);
         out.resize(self.step.num_tokens());
-        table.packed.gather_rows(&self.ctx, &self.step.token_ids, out.floats_mut());
+        let hidden = out.cols;
+        let rows = out.floats_mut().chunks_exact_mut(hidden);
+        for (row, &id) in rows.zip(&self.step.token_ids) {
+            table.packed.get_row(id as usize, row);
+        }
     }
 
     fn linear(

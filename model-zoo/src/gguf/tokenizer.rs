@@ -1,8 +1,8 @@
 //! The tokenizer inside a GGUF file, rebuilt as a Hugging Face one.
 //!
 //! Byte-level BPE only (`tokenizer.ggml.model` = `gpt2`). How text is split before merging is not
-//! in the file: `tokenizer.ggml.pre` names one of the splits that llama.cpp knows, and the ones here
-//! are those of the models' own `tokenizer.json`.
+//! in the file: `tokenizer.ggml.pre` names one of the splits that llama.cpp knows, and the ones
+//! here are those of the models' own `tokenizer.json`.
 
 use tokenizers::{
     AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer,
@@ -61,8 +61,14 @@ enum WordSplit {
     Unnamed,
 }
 
-const LLAMA3_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3_WORDS: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
+const QWEN2_WORDS: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 /// Applied one after the other, each to what the one before left.
 const UNNAMED_WORDS: [&str; 4] = [
     r"[\p{P}\$\+<=>\^~\|]+",

@@ -1,0 +1,263 @@
+//! What tests run on: a tiny random model built in memory, and the recorded files.
+
+use crate::rng::Rng;
+use quire_engine::backend::{CpuBackend, Isa, ReferenceBackend};
+use quire_engine::engine::TextConfig;
+use quire_engine::ops::Backend;
+use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::text::Tokenizer;
+use quire_engine::{DType, Engine, EngineConfig};
+use quire_model_zoo::decoder::{Decoder, DecoderLimits, model_info};
+use quire_model_zoo::error::LoadError;
+use quire_model_zoo::source::{SourceDtype, WeightSource};
+use quire_model_zoo::spec::{DecoderSpec, RopeScaling, RopeSpec};
+use quire_model_zoo::weights::expected_weights;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+/// End of sequence of the [`TinyModel`].
+pub const EOS: u32 = 257;
+/// Ids of [`byte_tokenizer`]: the 256 bytes and two special tokens.
+pub const TOKENIZER_VOCAB: usize = 258;
+/// Rows of the [`TinyModel`]'s embedding; the last ones are padding without a token.
+pub const MODEL_VOCAB: usize = 272;
+
+/// The folder of recorded test data.
+pub fn data_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("data")
+}
+
+/// The SmolLM2 model that `make fetch` puts in place; says so on standard error if it is absent.
+pub fn smollm2() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("skipped: {} is absent; `make fetch` gets it", path.display());
+    None
+}
+
+/// A byte-level tokenizer without merges: id of a token = rank of its byte, then `<bos>`, `<eos>`.
+pub fn byte_tokenizer() -> Tokenizer {
+    let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
+    alphabet.sort_unstable();
+    let specials = ["<bos>", "<eos>"].map(str::to_owned);
+    let tokens = alphabet.into_iter().map(String::from).chain(specials);
+    let vocab: Vocab = tokens.zip(0..).collect();
+    let model = BPE::builder().vocab_and_merges(vocab, Vec::new()).build().expect("a valid BPE");
+    let mut tokenizer = tokenizers::Tokenizer::new(model);
+    tokenizer.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
+    tokenizer.with_decoder(Some(ByteLevel::default()));
+    let special = |text: &str| tokenizers::AddedToken::from(text, true);
+    tokenizer.add_special_tokens(&[special("<bos>"), special("<eos>")]);
+    Tokenizer::from_inner(tokenizer)
+}
+
+/// A decoder with seeded random weights, built in memory.
+#[derive(Clone, Debug)]
+pub struct TinyModel {
+    /// What it is made of.
+    pub spec: DecoderSpec,
+    /// Shape and values, row-major, by name.
+    tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+}
+
+impl TinyModel {
+    /// Odd sizes, grouped heads, biases, q and k norms, one full and one windowed layer.
+    pub fn new(seed: u64) -> Self {
+        Self::of_spec(
+            DecoderSpec {
+                architecture: "TinyForCausalLM".into(),
+                vocab_size: MODEL_VOCAB,
+                hidden_size: 51,
+                intermediate_size: 77,
+                num_layers: 2,
+                num_heads: 6,
+                num_kv_heads: 2,
+                head_dim: 16,
+                rms_norm_eps: 1e-5,
+                rope: RopeSpec {
+                    theta: 10_000.0,
+                    rot_dim: 12,
+                    interleaved: false,
+                    scaling: RopeScaling::None,
+                },
+                max_position_embeddings: 512,
+                tie_word_embeddings: false,
+                qkv_bias: true,
+                o_bias: false,
+                mlp_bias: false,
+                qk_norm: true,
+                windows: vec![None, Some(40)],
+                bos: None,
+                eos: vec![EOS],
+                torch_dtype: None,
+            },
+            seed,
+        )
+    }
+
+    /// A model of `spec` with weights that keep activations near 1 and logits apart.
+    pub fn of_spec(spec: DecoderSpec, seed: u64) -> Self {
+        let tensors = expected_weights(&spec).into_iter().map(|weight| {
+            let len = weight.shape.iter().product();
+            let mut rng = Rng::named(seed, &weight.name);
+            let values = if weight.name.ends_with("norm.weight") {
+                rng.floats(len, 0.25).into_iter().map(|x| 1.0 + x).collect()
+            } else {
+                let fan_in = if weight.shape.len() == 2 { weight.shape[1] } else { 4 };
+                rng.floats(len, (6.0 / fan_in as f32).sqrt())
+            };
+            (weight.name, (weight.shape, values))
+        });
+        let tensors = tensors.collect();
+        TinyModel { spec, tensors }
+    }
+
+    /// One row of a matrix, to change.
+    pub fn row_mut(&mut self, name: &str, row: usize) -> &mut [f32] {
+        let (shape, values) = self.tensors.get_mut(name).expect(name);
+        let cols = shape[shape.len() - 1];
+        &mut values[row * cols..][..cols]
+    }
+
+    /// An engine over this model. Its KV cache starts out as NaN, so that a read of anything not
+    /// written shows.
+    pub fn engine(&self, setup: &Setup) -> Engine {
+        let resolved = setup
+            .engine
+            .resolve(&model_info(&self.spec), setup.dtype, 1 << 32)
+            .expect("a valid configuration");
+        let limits = DecoderLimits {
+            max_tokens: resolved.scheduler.max_num_batched_tokens,
+            max_positions: resolved.scheduler.max_model_len,
+        };
+        let blocks = (resolved.scheduler.num_blocks, resolved.scheduler.block_size);
+        let executor = match setup.place {
+            Place::Reference => {
+                self.executor(ReferenceBackend::new(setup.dtype), &limits, blocks, setup.dtype)
+            }
+            Place::Cpu { isa, threads } => {
+                let backend = CpuBackend::new(setup.dtype, Some(isa), Some(threads))
+                    .expect("the instruction set is available");
+                self.executor(backend, &limits, blocks, setup.dtype)
+            }
+        };
+        let text = TextConfig {
+            tokenizer: byte_tokenizer(),
+            prepend_bos: None,
+            eos_token_ids: self.spec.eos.clone(),
+        };
+        Engine::new(executor, text, resolved, setup.engine.seed)
+    }
+
+    fn executor<B: Backend<KvCache: Poison>>(
+        &self,
+        mut backend: B,
+        limits: &DecoderLimits,
+        (num_blocks, block_size): (usize, usize),
+        dtype: DType,
+    ) -> Box<dyn Executor> {
+        let model = Decoder::load(&self.spec, self, &mut backend, limits, &mut |_| ())
+            .expect("the weights fit the spec");
+        let layout = model_info(&self.spec).kv_layout(num_blocks, block_size, dtype);
+        let mut runner = ModelRunner::new(backend, model, layout).expect("a small KV cache");
+        runner.parts_mut().1.poison();
+        Box::new(runner)
+    }
+}
+
+impl WeightSource for TinyModel {
+    fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|(shape, _)| shape.as_slice())
+    }
+
+    fn dtype(&self, name: &str) -> Option<SourceDtype> {
+        self.tensors.get(name).map(|_| SourceDtype::F32)
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.tensors.keys().map(String::as_str).collect()
+    }
+
+    fn read_row(&self, name: &str, row: usize, out: &mut [f32]) -> Result<(), LoadError> {
+        let (_, values) = &self.tensors[name];
+        out.copy_from_slice(&values[row * out.len()..][..out.len()]);
+        Ok(())
+    }
+
+    fn location(&self, _: &str) -> String {
+        "memory".into()
+    }
+}
+
+/// A KV cache that tests can fill with NaN.
+pub trait Poison {
+    /// Sets every key and value to NaN.
+    fn poison(&mut self);
+}
+
+impl Poison for <ReferenceBackend as Backend>::KvCache {
+    fn poison(&mut self) {
+        self.fill(f32::NAN);
+    }
+}
+
+impl Poison for <CpuBackend as Backend>::KvCache {
+    fn poison(&mut self) {
+        // NaN as one f32 and as two bf16.
+        self.fill(0xFFFF_FFFF);
+    }
+}
+
+/// Which implementation of the ops runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// The specification.
+    Reference,
+    /// The CPU kernels.
+    Cpu {
+        /// Instruction set.
+        isa: Isa,
+        /// Worker threads.
+        threads: usize,
+    },
+}
+
+/// How an engine over a [`TinyModel`] is set up.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The backend.
+    pub place: Place,
+    /// Type of weights, GEMM inputs and KV.
+    pub dtype: DType,
+    /// Sizes and limits.
+    pub engine: EngineConfig,
+}
+
+impl Setup {
+    /// The best instruction set of this machine, two threads, default sizes.
+    pub fn cpu(dtype: DType) -> Self {
+        let place = Place::Cpu { isa: Isa::detect(), threads: 2 };
+        Setup { place, dtype, engine: EngineConfig::default() }
+    }
+
+    /// The reference backend with default sizes.
+    pub fn reference(dtype: DType) -> Self {
+        Setup { place: Place::Reference, dtype, engine: EngineConfig::default() }
+    }
+
+    /// The same with other sizes.
+    pub fn with(&self, engine: EngineConfig) -> Self {
+        Setup { engine, ..self.clone() }
+    }
+}
+
+/// Every instruction set of this machine with every dtype.
+pub fn every_path() -> Vec<(Isa, DType)> {
+    let dtypes = [DType::F32, DType::Bf16];
+    Isa::available().into_iter().flat_map(|isa| dtypes.map(|dtype| (isa, dtype))).collect()
+}

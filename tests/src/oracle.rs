@@ -1,0 +1,81 @@
+//! A request run alone, and what two runs of it must agree on.
+
+use crate::fixtures::{Setup, TinyModel};
+use quire_engine::{Engine, EngineConfig, Request, RequestOutput, SamplingParams};
+
+/// Everything of an output that the numerics contract covers: all but its number and its clock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// The output ids.
+    pub token_ids: Vec<u32>,
+    /// The output text.
+    pub text: String,
+    /// Why it ended, and what stopped it.
+    pub end: String,
+    /// (id, bits of the log-probability) of the sampled token and the best ones, by position.
+    pub logprobs: Vec<Vec<(u32, u32)>>,
+    /// Bits of the captured logits, by position.
+    pub logits: Vec<Vec<u32>>,
+}
+
+impl From<&RequestOutput> for Fingerprint {
+    fn from(output: &RequestOutput) -> Self {
+        let logprobs = output.logprobs.iter().flatten().map(|at| {
+            let all = std::iter::once(&at.sampled).chain(&at.top);
+            all.map(|l| (l.token, l.logprob.to_bits())).collect()
+        });
+        let bits = |row: &Vec<f32>| row.iter().map(|x| x.to_bits()).collect();
+        Fingerprint {
+            token_ids: output.token_ids.clone(),
+            text: output.text.clone(),
+            end: format!("{:?} {:?}", output.finish_reason, output.stop_reason),
+            logprobs: logprobs.collect(),
+            logits: output.logits.iter().map(bits).collect(),
+        }
+    }
+}
+
+/// Greedy for exactly `max_tokens` tokens.
+pub fn greedy(max_tokens: usize) -> SamplingParams {
+    SamplingParams {
+        max_tokens: Some(max_tokens),
+        temperature: 0.0,
+        ignore_eos: true,
+        ..Default::default()
+    }
+}
+
+/// Steps `engine` until nothing is left, checking its invariants after every step, and returns
+/// the outputs in the order of their requests.
+pub fn drain(engine: &mut Engine) -> Vec<RequestOutput> {
+    let mut outputs = Vec::new();
+    while engine.num_unfinished() > 0 {
+        outputs.extend(engine.step().expect("the backend works").finished);
+        engine.check_integrity();
+    }
+    outputs.sort_by_key(|output| output.request_id);
+    outputs
+}
+
+/// Runs `requests` together; the outputs are in the same order.
+pub fn run_all(engine: &mut Engine, requests: &[Request]) -> Vec<RequestOutput> {
+    for request in requests {
+        engine.add_request(request.clone()).expect("a valid request");
+    }
+    let outputs = drain(engine);
+    assert_eq!(outputs.len(), requests.len(), "every request ends once");
+    outputs
+}
+
+/// What a request gives on a fresh engine with nothing beside it: its prompt in one piece, all
+/// blocks it could want, on the backend of `setup`.
+pub fn run_alone(model: &TinyModel, setup: &Setup, request: &Request) -> RequestOutput {
+    let config = EngineConfig {
+        max_num_seqs: 1,
+        max_num_batched_tokens: model.spec.max_position_embeddings,
+        seed: setup.engine.seed,
+        ..Default::default()
+    };
+    let mut engine = model.engine(&setup.with(config));
+    run_all(&mut engine, std::slice::from_ref(request)).remove(0)
+}

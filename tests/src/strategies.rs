@@ -1,0 +1,96 @@
+//! proptest strategies: op shapes, ragged batches with shuffled blocks, request mixes.
+
+use crate::conformance::{AttentionCase, GemmCase};
+use crate::oracle::greedy;
+use crate::rng::Rng;
+use proptest::prelude::*;
+use proptest::sample::select;
+use quire_engine::{Request, SamplingParams};
+
+/// A matrix product of odd and even sizes around the kernels' tile and panel widths.
+pub fn gemm() -> impl Strategy<Value = GemmCase> {
+    let n = prop_oneof![1..20usize, 60..70usize, 120..140usize];
+    let k = prop_oneof![1..20usize, 60..70usize, 250..300usize];
+    (1..20usize, n, k, any::<bool>(), any::<u64>())
+        .prop_map(|(rows, n, k, bias, seed)| GemmCase { rows, n, k, bias, seed })
+}
+
+/// Ragged sequences in chunks; at most one of them is longer than a split of 256 positions.
+fn chunks() -> impl Strategy<Value = Vec<Vec<usize>>> {
+    let short = prop::collection::vec(prop_oneof![Just(1usize), 1..12usize], 1..4);
+    let long = (180..256usize).prop_map(|n| vec![n / 2, n - n / 2, 60, 1]);
+    (prop::collection::vec(short, 1..4), prop::option::weighted(0.25, long)).prop_map(
+        |(mut seqs, long)| {
+            seqs.extend(long);
+            seqs
+        },
+    )
+}
+
+/// Attention over every head layout, head dimension, block size and kind of window.
+pub fn attention() -> impl Strategy<Value = AttentionCase> {
+    let heads = (select(vec![1usize, 2, 3]), select(vec![1usize, 3, 4, 7, 8]));
+    let head = (heads, select(vec![16usize, 64, 80, 96, 128, 256]))
+        .prop_filter("few enough heads to read back", |((kv, group), d)| kv * group * d <= 768);
+    let window = prop::option::of(prop_oneof![1..12u32, 200..300u32]);
+    let options = (select(vec![8usize, 16, 32, 64]), window, any::<bool>(), any::<bool>());
+    (head, options, select(vec![2usize, 1]), chunks(), any::<u64>()).prop_map(
+        |(head, options, rotated, seqs, seed)| {
+            let ((num_kv_heads, group), head_dim) = head;
+            let (block_size, window, interleaved, qk_norm) = options;
+            // One long sequence of many heads would spend the time of all other cases.
+            let wide = num_kv_heads * group * head_dim > 256;
+            let seqs = match seqs.len() {
+                n if n > 1 && wide => seqs[..n - 1].to_vec(),
+                _ => seqs,
+            };
+            AttentionCase {
+                num_kv_heads,
+                group,
+                head_dim,
+                block_size,
+                window,
+                rot_dim: head_dim / rotated,
+                interleaved,
+                qk_norm,
+                seqs,
+                seed,
+                block_seed: !seed,
+            }
+        },
+    )
+}
+
+/// `n` requests of every kind, all with seeds of their own: greedy and drawn, filtered in each
+/// way, with logprobs, stop strings, stop ids and `min_tokens`. The prompts are random bytes,
+/// mostly short; every 16th crosses a split of 256 positions. Output lengths go up to 24.
+pub fn mixed_requests(n: usize, seed: u64) -> Vec<Request> {
+    (0..n).map(|i| mixed_request(i, &mut Rng::named(seed, &format!("request {i}")))).collect()
+}
+
+fn mixed_request(i: usize, rng: &mut Rng) -> Request {
+    let len = match i % 16 {
+        5 => 250 + rng.below(40),
+        0 => 1,
+        _ => 2 + rng.below(40),
+    };
+    let prompt: Vec<u32> = (0..len).map(|_| rng.below(256) as u32).collect();
+    let base = SamplingParams {
+        seed: Some(rng.next_u64()),
+        temperature: 0.7,
+        ignore_eos: i % 3 == 0,
+        logprobs: (i % 2 == 0).then_some(3),
+        ..greedy(1 + rng.below(24))
+    };
+    let params = match i % 8 {
+        0 => SamplingParams { temperature: 0.0, ..base },
+        1 => SamplingParams { temperature: 1.5, ..base },
+        2 => SamplingParams { top_k: 5, ..base },
+        3 => SamplingParams { top_p: 0.8, ..base },
+        4 => SamplingParams { min_p: 0.1, top_k: 40, ..base },
+        5 => SamplingParams { temperature: 0.0, min_tokens: 1, ..base },
+        6 => SamplingParams { stop: ["e", "ab", "\u{FFFD}"].map(str::to_owned).into(), ..base },
+        _ => SamplingParams { stop_token_ids: (0..40).collect(), ..base },
+    };
+    Request { stream: i % 5 == 0, ..Request::new(prompt, params) }
+}
