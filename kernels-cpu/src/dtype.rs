@@ -54,6 +54,9 @@ pub(crate) trait Elem {
     /// `acc + a·b` over the elements of each word, in index order.
     fn dot<S: Simd>(s: S, acc: S::V, a: S::W, b: S::W) -> S::V;
 
+    /// Rounds 32 values to nearest even into `dst`, which holds exactly their words.
+    fn put_vectors<S: Simd>(s: S, values: [S::V; 2], dst: &mut [u32]);
+
     /// Rounds `src` to nearest even into `dst`, which holds exactly the words of `src`.
     fn put<S: Simd>(s: S, src: &[f32], dst: &mut [u32]);
 }
@@ -73,6 +76,13 @@ impl Elem for F32 {
     }
 
     #[inline(always)]
+    fn put_vectors<S: Simd>(s: S, values: [S::V; 2], dst: &mut [u32]) {
+        let (lanes, _) = bytemuck::cast_slice_mut::<u32, f32>(dst).as_chunks_mut::<16>();
+        s.store(values[0], &mut lanes[0]);
+        s.store(values[1], &mut lanes[1]);
+    }
+
+    #[inline(always)]
     fn put<S: Simd>(_: S, src: &[f32], dst: &mut [u32]) {
         dst.copy_from_slice(bytemuck::cast_slice(src));
     }
@@ -84,6 +94,11 @@ impl Elem for Bf16 {
     #[inline(always)]
     fn dot<S: Simd>(s: S, acc: S::V, a: S::W, b: S::W) -> S::V {
         s.dot_bf16(acc, a, b)
+    }
+
+    #[inline(always)]
+    fn put_vectors<S: Simd>(s: S, values: [S::V; 2], dst: &mut [u32]) {
+        s.store_w(s.pack_bf16(values[0], values[1]), &mut dst.as_chunks_mut::<16>().0[0]);
     }
 
     #[inline(always)]

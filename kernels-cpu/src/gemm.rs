@@ -187,7 +187,7 @@ impl Block<'_> {
         let rows = self.rows.1 - self.rows.0;
         let mut half = self.halves.0;
         while half < self.halves.1 {
-            let part = if half % 2 == 0 && half + 2 <= self.halves.1 {
+            let part = if half.is_multiple_of(2) && half + 2 <= self.halves.1 {
                 Part::Full
             } else {
                 Part::Half(half % 2)

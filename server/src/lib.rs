@@ -1,1 +1,96 @@
-//! The quire command line.
+//! The quire command line: `generate`, `info` and `verify`.
+//!
+//! Exit codes: 0 done; 1 some requests failed, or a model differs from its golden file; 2 cannot
+//! run (arguments, files, memory); 101 a bug; 130 interrupted. An error is one line on standard
+//! error; results go to standard output, everything else to standard error.
+
+mod cli;
+mod generate;
+mod info;
+mod interrupt;
+mod load;
+mod output;
+mod size;
+mod verify;
+
+use clap::Parser;
+use cli::{Cli, Command};
+use output::{OutputError, one_line};
+use std::ffi::OsString;
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+/// How a command that could run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// Everything is well.
+    Done,
+    /// A request failed, or a model differs.
+    Failed,
+    /// Ctrl-C.
+    Interrupted,
+}
+
+/// Exit code of a command that cannot run.
+const CANNOT_RUN: u8 = 2;
+/// Exit code after Ctrl-C.
+const INTERRUPTED: u8 = 130;
+/// Exit code of a bug; the one Rust uses.
+const BUG: u8 = 101;
+
+/// Runs the command line `args`, the program's name first, and returns the exit code.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    std::panic::set_hook(Box::new(|panic| {
+        let text = one_line(&panic.to_string());
+        report(&format!("internal error: {text}; please report it"));
+        // A panic on any thread ends the process: what goes on without it could hang.
+        std::process::exit(BUG.into());
+    }));
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let result = interrupt::install().and_then(|()| match &cli.command {
+        Command::Generate(args) => generate::run(args),
+        Command::Info(args) => info::run(args),
+        Command::Verify(args) => verify::run(args),
+    });
+    match result {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Failed) => ExitCode::FAILURE,
+        Ok(Outcome::Interrupted) => ExitCode::from(INTERRUPTED),
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            report(&format!("error: {}", output::chain(&error)));
+            ExitCode::from(CANNOT_RUN)
+        }
+    }
+}
+
+/// Prints a line on standard error; if that fails there is nowhere left to say so.
+fn report(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// The reader of our standard output has seen enough (`quire … | head`).
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<OutputError>()
+        .is_some_and(|e| e.source.kind() == ErrorKind::BrokenPipe)
+}
+
+/// Help and version as they are; a wrong command line as one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = error.to_string();
+    // What follows is a usage block; a bare `quire` prints the help, which has no such block.
+    let end = text.find("\n\nUsage:").or(text.find("\n\nFor more"));
+    match end {
+        Some(end) => report(&format!("{}; see --help", one_line(&text[..end]))),
+        None => report(text.trim_end()),
+    }
+    ExitCode::from(CANNOT_RUN)
+}

@@ -1,2 +1,5 @@
 //! The `quire` command.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    quire_server::run(std::env::args_os())
+}

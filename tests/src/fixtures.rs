@@ -1,6 +1,7 @@
 //! What tests run on: a tiny random model built in memory, and the recorded files.
 
 use crate::rng::Rng;
+use quire_engine::backend::reference::RefKvCache;
 use quire_engine::backend::{CpuBackend, Isa, ReferenceBackend};
 use quire_engine::engine::TextConfig;
 use quire_engine::ops::Backend;
@@ -200,13 +201,13 @@ pub trait Poison {
     fn poison(&mut self);
 }
 
-impl Poison for <ReferenceBackend as Backend>::KvCache {
+impl Poison for RefKvCache {
     fn poison(&mut self) {
         self.fill(f32::NAN);
     }
 }
 
-impl Poison for <CpuBackend as Backend>::KvCache {
+impl Poison for quire_kernels_cpu::KvCache {
     fn poison(&mut self) {
         // NaN as one f32 and as two bf16.
         self.fill(0xFFFF_FFFF);

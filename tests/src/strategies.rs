@@ -61,9 +61,13 @@ pub fn attention() -> impl Strategy<Value = AttentionCase> {
     )
 }
 
+/// Tokens of prompt and output that none of [`mixed_requests`] exceeds.
+pub const LONGEST_REQUEST: usize = 289 + 48;
+
 /// `n` requests of every kind, all with seeds of their own: greedy and drawn, filtered in each
 /// way, with logprobs, stop strings, stop ids and `min_tokens`. The prompts are random bytes,
-/// mostly short; every 16th crosses a split of 256 positions. Output lengths go up to 24.
+/// mostly short; every 16th crosses a split of 256 positions. At most
+/// [`LONGEST_REQUEST`] tokens with their output.
 pub fn mixed_requests(n: usize, seed: u64) -> Vec<Request> {
     (0..n).map(|i| mixed_request(i, &mut Rng::named(seed, &format!("request {i}")))).collect()
 }
@@ -72,7 +76,7 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
     let len = match i % 16 {
         5 => 250 + rng.below(40),
         0 => 1,
-        _ => 2 + rng.below(40),
+        _ => 2 + rng.below(24),
     };
     let prompt: Vec<u32> = (0..len).map(|_| rng.below(256) as u32).collect();
     let base = SamplingParams {
@@ -80,7 +84,7 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
         temperature: 0.7,
         ignore_eos: i % 3 == 0,
         logprobs: (i % 2 == 0).then_some(3),
-        ..greedy(1 + rng.below(24))
+        ..greedy(1 + rng.below(48))
     };
     let params = match i % 8 {
         0 => SamplingParams { temperature: 0.0, ..base },

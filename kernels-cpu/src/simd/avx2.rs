@@ -80,6 +80,12 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 
+    #[inline(always)]
+    fn prefetch_l2(self, p: *const u32) {
+        // SAFETY: a prefetch does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+
     register_ops! {
         fn splat(x: f32) -> Self::V { [_mm256_set1_ps(x); 2] }
         fn splat_w(x: u32) -> Self::W { [_mm256_set1_epi32(x.cast_signed()); 2] }
@@ -123,10 +129,41 @@ impl Simd for Avx2 {
         fn dot_bf16(acc: Self::V, a: Self::W, b: Self::W) -> Self::V {
             [dot_bf16(acc[0], a[0], b[0]), dot_bf16(acc[1], a[1], b[1])]
         }
+        fn sum(v: Self::V) -> f32 { sum8(_mm256_add_ps(v[0], v[1])) }
+        fn max_lane(v: Self::V) -> f32 { max8(_mm256_max_ps(v[0], v[1])) }
         fn pack_bf16(lo: Self::V, hi: Self::V) -> Self::W {
             [pack_bf16(lo[0], lo[1]), pack_bf16(hi[0], hi[1])]
         }
     }
+}
+
+/// Folds 8 lanes as the default tree does: 4, 2, 1.
+macro_rules! fold8 {
+    ($v:expr, $op:ident, $op_last:ident) => {{
+        let v = $op(_mm256_castps256_ps128($v), _mm256_extractf128_ps::<1>($v));
+        let v = $op(v, _mm_movehl_ps(v, v));
+        _mm_cvtss_f32($op_last(v, _mm_movehdup_ps(v)))
+    }};
+}
+
+/// Sum of 8 lanes.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+pub(super) unsafe fn sum8(v: __m256) -> f32 {
+    // SAFETY: by this function's contract.
+    unsafe { fold8!(v, _mm_add_ps, _mm_add_ss) }
+}
+
+/// Largest of 8 lanes.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+pub(super) unsafe fn max8(v: __m256) -> f32 {
+    // SAFETY: by this function's contract.
+    unsafe { fold8!(v, _mm_max_ps, _mm_max_ss) }
 }
 
 /// `x · 2^n`, in two steps so that the factors stay normal.

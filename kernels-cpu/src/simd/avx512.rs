@@ -3,6 +3,7 @@
 use core::arch::x86_64::*;
 use core::mem::transmute;
 
+use super::avx2::{max8, sum8};
 use super::{Kernel, LANES, Simd};
 
 /// Token of the AVX-512 paths; `BF16` says whether the dot product is there.
@@ -83,6 +84,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 
+    #[inline(always)]
+    fn prefetch_l2(self, p: *const u32) {
+        // SAFETY: a prefetch does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+
     register_ops! {
         fn splat(x: f32) -> Self::V { _mm512_set1_ps(x) }
         fn splat_w(x: u32) -> Self::W { _mm512_set1_epi32(x.cast_signed()) }
@@ -116,6 +123,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 let b_odd = _mm512_castsi512_ps(_mm512_and_si512(b, high));
                 _mm512_fmadd_ps(a_odd, b_odd, _mm512_fmadd_ps(a_even, b_even, acc))
             }
+        }
+        fn sum(v: Self::V) -> f32 {
+            sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
+        }
+        fn max_lane(v: Self::V) -> f32 {
+            max8(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v)))
         }
         fn pack_bf16(lo: Self::V, hi: Self::V) -> Self::W {
             if BF16 {

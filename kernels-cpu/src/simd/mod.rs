@@ -79,8 +79,10 @@ pub(crate) trait Simd: Copy {
     fn dot_bf16(self, acc: Self::V, a: Self::W, b: Self::W) -> Self::V;
     /// 32 consecutive values, rounded to nearest even, NaN kept.
     fn pack_bf16(self, lo: Self::V, hi: Self::V) -> Self::W;
-    /// Asks for the cache line at `p`, any address.
+    /// Asks for the cache line at `p`, any address, into L1.
     fn prefetch(self, p: *const u32);
+    /// Asks for the cache line at `p`, any address, into L2.
+    fn prefetch_l2(self, p: *const u32);
 
     /// `0.0, 1.0, … 15.0`.
     #[inline(always)]
@@ -128,12 +130,6 @@ pub(crate) trait Simd: Copy {
             p = self.fma(p, f, self.splat(c));
         }
         self.select_lt(x, self.splat(-126.0), self.splat(0.0), self.scale2(p, n))
-    }
-
-    /// [`Self::exp2`] of one value.
-    #[inline(always)]
-    fn exp2_scalar(self, x: f32) -> f32 {
-        self.to_array(self.exp2(self.splat(x)))[0]
     }
 
     /// `x / (1 + e^-x)`.

@@ -88,6 +88,9 @@ impl Simd for Neon {
     #[inline(always)]
     fn prefetch(self, _: *const u32) {}
 
+    #[inline(always)]
+    fn prefetch_l2(self, _: *const u32) {}
+
     quarter_ops! {
         fn splat(x: f32) -> Self::V = _q => vdupq_n_f32(x);
         fn splat_w(x: u32) -> Self::W = _q => vdupq_n_u32(x);

@@ -133,6 +133,9 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn prefetch(self, _: *const u32) {}
+
+    #[inline(always)]
+    fn prefetch_l2(self, _: *const u32) {}
 }
 
 /// The bits of `x` rounded to bf16, to nearest even.

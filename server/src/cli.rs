@@ -1,0 +1,294 @@
+//! The command line, with vLLM's names where the meaning is the same.
+
+use crate::size::parse_size;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgGroup, Args, Parser, Subcommand};
+use quire_engine::{DType, EngineConfig, SamplingParams};
+use quire_model_zoo::loader::Isa;
+use quire_model_zoo::{BackendKind, LoadOptions};
+use std::path::PathBuf;
+
+/// LLM inference on the CPU.
+#[derive(Parser)]
+#[command(name = "quire", version, about)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Continue prompts given on the command line or in a JSONL file
+    Generate(GenerateArgs),
+    /// Show a model's sizes and what running it here takes; no weights are read
+    Info(InfoArgs),
+    /// Compare a model's logits with recorded ones
+    Verify(VerifyArgs),
+}
+
+/// A model and how to run it.
+#[derive(Args)]
+pub struct ModelArgs {
+    /// Hugging Face folder or GGUF file
+    pub model: PathBuf,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Engine")]
+struct EngineArgs {
+    /// Most tokens of a request, prompt and output [default: what the model was made for]
+    #[arg(long, value_name = "N")]
+    max_model_len: Option<usize>,
+    /// Most requests in a step [default: 64]
+    #[arg(long, value_name = "N")]
+    max_num_seqs: Option<usize>,
+    /// Most tokens in a step [default: 512; verify: 64]
+    #[arg(long, value_name = "N")]
+    max_num_batched_tokens: Option<usize>,
+    /// Tokens of a KV block: 8, 16, 32, 64, 128 or 256 [default: 16]
+    #[arg(long, value_name = "N")]
+    block_size: Option<usize>,
+    /// Memory for KV blocks, such as 512M or 2GiB [default: what all requests in a step need, at
+    /// most a quarter of what is available]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    kv_cache_memory: Option<usize>,
+    /// Number of KV blocks, instead of --kv-cache-memory
+    #[arg(long, value_name = "N", conflicts_with = "kv_cache_memory")]
+    num_blocks_override: Option<usize>,
+    /// Type of weights and KV: auto, f32 or bf16 [default: auto, f32 for f32 models, else bf16]
+    #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
+    dtype: Option<Dtype>,
+    /// Implementation of the operations
+    #[arg(long, alias = "device", default_value = "cpu", value_parser = backend_parser())]
+    backend: BackendKind,
+    /// Instruction set: portable, avx2, avx512, avx512bf16 or neon [default: the best there is]
+    #[arg(long)]
+    isa: Option<Isa>,
+    /// Worker threads [default: the cores this process may use]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Seed of requests that bring none
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// `None` stands for `auto`.
+#[derive(Clone, Copy)]
+struct Dtype(Option<DType>);
+
+fn parse_dtype(text: &str) -> Result<Dtype, String> {
+    if text == "auto" { Ok(Dtype(None)) } else { text.parse().map(|dtype| Dtype(Some(dtype))) }
+}
+
+fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
+    PossibleValuesParser::new(["cpu", "reference"]).map(|name| match name.as_str() {
+        "reference" => BackendKind::Reference,
+        _ => BackendKind::Cpu,
+    })
+}
+
+impl ModelArgs {
+    /// The options that the flags and, where there are none, the engine's defaults make.
+    pub fn load_options(&self) -> LoadOptions {
+        let flags = &self.engine;
+        let default = EngineConfig::default();
+        LoadOptions {
+            backend: flags.backend,
+            dtype: flags.dtype.and_then(|dtype| dtype.0),
+            isa: flags.isa,
+            threads: flags.threads,
+            engine: EngineConfig {
+                max_num_seqs: flags.max_num_seqs.unwrap_or(default.max_num_seqs),
+                max_num_batched_tokens: flags
+                    .max_num_batched_tokens
+                    .unwrap_or(default.max_num_batched_tokens),
+                max_model_len: flags.max_model_len,
+                block_size: flags.block_size.unwrap_or(default.block_size),
+                kv_cache_bytes: flags.kv_cache_memory,
+                num_blocks: flags.num_blocks_override,
+                seed: flags.seed,
+            },
+        }
+    }
+
+    /// Whether the flags say how many tokens a step may have.
+    pub fn sets_batched_tokens(&self) -> bool {
+        self.engine.max_num_batched_tokens.is_some()
+    }
+}
+
+/// Arguments of `generate`.
+#[derive(Args)]
+#[command(group = ArgGroup::new("what").required(true).args(["prompt", "input"]))]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text to continue; several are run together
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Vec<String>,
+    /// JSONL file of requests, `-` for standard input: {"prompt": "…"} or {"prompt_token_ids":
+    /// […]} with optional "id" and sampling parameters
+    #[arg(long, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+    /// File for the results of --input, `-` for standard output
+    #[arg(long, value_name = "FILE", requires = "input", default_value = "-")]
+    pub output: PathBuf,
+    /// Results of --prompt as JSON lines; the summary as JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+/// Sampling parameters; for `--input`, what holds where a line does not say otherwise.
+#[derive(Args)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Most tokens to generate [default: 16]
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<usize>,
+    /// Tokens to generate before anything may end the output [default: 0]
+    #[arg(long, value_name = "N")]
+    min_tokens: Option<usize>,
+    /// 0 takes the most likely token [default: the model's, else 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Keep the K most likely tokens; 0 or -1 keeps all [default: the model's, else 0]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, value_parser = parse_top_k)]
+    top_k: Option<u32>,
+    /// Keep the most likely tokens of this mass [default: the model's, else 1]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Keep tokens at least P times as likely as the best one [default: the model's, else 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
+    /// Seed of the draws [default: made from --seed and the request's number]
+    #[arg(long, value_name = "N")]
+    request_seed: Option<u64>,
+    /// Text that ends the output; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Token id that ends the output; may be repeated
+    #[arg(long, value_name = "ID")]
+    stop_token_ids: Vec<u32>,
+    /// Keep the stop text in the output
+    #[arg(long)]
+    include_stop_str_in_output: bool,
+    /// Go on after the model's end-of-sequence token
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Report log-probabilities of each token and of the N most likely ones
+    #[arg(long, value_name = "N")]
+    logprobs: Option<u32>,
+    /// Keep special tokens in the text
+    #[arg(long)]
+    no_skip_special_tokens: bool,
+    /// Report token ids only
+    #[arg(long)]
+    no_detokenize: bool,
+}
+
+fn parse_top_k(text: &str) -> Result<u32, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(0),
+        Ok(k) => u32::try_from(k).map_err(|_| "must be -1, 0 or a number of tokens".to_owned()),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+impl SamplingArgs {
+    /// Puts the flags over `params`.
+    pub fn apply(&self, params: &mut SamplingParams) {
+        fn set<T: Copy>(flag: Option<T>, field: &mut T) {
+            *field = flag.unwrap_or(*field);
+        }
+        set(self.max_tokens.map(Some), &mut params.max_tokens);
+        set(self.min_tokens, &mut params.min_tokens);
+        set(self.temperature, &mut params.temperature);
+        set(self.top_k, &mut params.top_k);
+        set(self.top_p, &mut params.top_p);
+        set(self.min_p, &mut params.min_p);
+        set(self.request_seed.map(Some), &mut params.seed);
+        set(self.logprobs.map(Some), &mut params.logprobs);
+        params.stop.extend_from_slice(&self.stop);
+        params.stop_token_ids.extend_from_slice(&self.stop_token_ids);
+        params.include_stop_str_in_output |= self.include_stop_str_in_output;
+        params.ignore_eos |= self.ignore_eos;
+        params.skip_special_tokens &= !self.no_skip_special_tokens;
+        params.detokenize &= !self.no_detokenize;
+    }
+}
+
+/// Arguments of `info`.
+#[derive(Args)]
+pub struct InfoArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// One JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `verify`.
+#[derive(Args)]
+pub struct VerifyArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Recorded sequences [default: golden.safetensors in the model's folder]
+    #[arg(long, value_name = "FILE")]
+    pub golden: Option<PathBuf>,
+    /// One JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_reach_engine_and_sampler() {
+        let line = "quire generate m --prompt a --prompt b --device reference --dtype bf16 \
+                    --kv-cache-memory 1M --isa portable --top-k -1 --stop x --stop y --ignore-eos";
+        let cli = Cli::try_parse_from(line.split_whitespace()).unwrap();
+        let Command::Generate(args) = cli.command else { panic!("generate") };
+        let options = args.model.load_options();
+        assert_eq!(options.backend, BackendKind::Reference);
+        assert_eq!(options.dtype, Some(DType::Bf16));
+        assert_eq!(options.isa, Some(Isa::Portable));
+        assert_eq!(options.engine.kv_cache_bytes, Some(1 << 20));
+        assert_eq!(options.engine.block_size, EngineConfig::default().block_size);
+        let mut params = SamplingParams { top_k: 7, ..Default::default() };
+        args.sampling.apply(&mut params);
+        let expected = SamplingParams {
+            stop: vec!["x".to_owned(), "y".to_owned()],
+            ignore_eos: true,
+            ..Default::default()
+        };
+        assert_eq!(params, expected);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for line in [
+            "quire generate m",
+            "quire generate m --prompt a --input f",
+            "quire generate m --prompt a --output f",
+            "quire info m --kv-cache-memory 1M --num-blocks-override 3",
+            "quire info m --dtype f8",
+            "quire info m --top-k 3",
+        ] {
+            assert!(Cli::try_parse_from(line.split_whitespace()).is_err(), "{line}");
+        }
+    }
+}
