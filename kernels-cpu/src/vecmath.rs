@@ -142,8 +142,12 @@ pub fn max_slice(isa: Isa, x: &[f32]) -> f32 {
 
 /// Lowest index of the largest value; NaN is ignored, 0 where there is no other value.
 pub fn argmax(isa: Isa, x: &[f32]) -> usize {
+    const BLOCK: usize = 256;
     let max = max_slice(isa, x);
-    x.iter().position(|&value| value == max).unwrap_or(0)
+    // Whole blocks first, without an early exit inside, so that the search vectorises.
+    let has_max = |block: &[f32]| block.iter().fold(false, |any, &value| any | (value == max));
+    let start = x.chunks(BLOCK).position(has_max).unwrap_or(0) * BLOCK;
+    x[start..].iter().position(|&value| value == max).map_or(0, |i| start + i)
 }
 
 /// Whether any value is NaN.

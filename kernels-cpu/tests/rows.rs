@@ -58,15 +58,6 @@ fn to_words_rounds_to_nearest_even_and_keeps_nan() {
                     assert_eq!(got, round(dtype, x), "{} {dtype:?} element {i}", ctx.isa);
                 }
             }
-            let mut out = vec![0; rows * d.div_ceil(2)];
-            to_words(
-                &ctx,
-                &x[4..],
-                rows - 1,
-                d,
-                &mut out[..(rows - 1) * d.div_ceil(2)],
-                Dtype::Bf16,
-            );
         }
     }
 }

@@ -1,14 +1,8 @@
-//! Opening and loading a model, with a progress bar where a person is watching.
+//! Loading a model, with a progress bar where a person is watching.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use quire_engine::Engine;
 use quire_model_zoo::{LoadOptions, ModelError, ModelFiles};
-use std::path::Path;
-
-/// Opens a model's files.
-pub fn open(path: &Path) -> Result<ModelFiles, ModelError> {
-    ModelFiles::open(path)
-}
 
 /// Reads the weights. What was adjusted is noted on standard error.
 pub fn load(files: &ModelFiles, options: &LoadOptions) -> Result<Engine, ModelError> {

@@ -96,7 +96,7 @@ fn check_attention(case: &AttentionCase) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn matrix_products(case in strategies::gemm()) {

@@ -1,0 +1,200 @@
+//! Batches: requests in, result lines out in the same order, in bounded memory.
+//!
+//! ```text
+//!   source ─▶ slots: [done][running][done][running]…  ─▶ output, once the first slot is done
+//!                      └── in the engine ──┘
+//! ```
+//!
+//! A bad line becomes a result line with an error, and the run goes on. Whatever ends the run
+//! early, results that are there are written, in order, without the unfinished ones between.
+
+use super::progress::Progress;
+use super::result_line::{error_line, result_line};
+use super::source::{Entry, Next, Source};
+use super::summary::Tally;
+use crate::interrupt;
+use crate::output::{Output, OutputError};
+use anyhow::Context;
+use quire_engine::{Engine, FinishReason, RequestId, RequestOutput};
+use serde_json::Value;
+use std::collections::{HashMap, VecDeque};
+
+/// Requests in the engine, as a multiple of those a step takes: enough that none waits for input.
+const QUEUE_FACTOR: usize = 4;
+/// Slots, as a multiple of those a step takes: bounds the results that wait behind a slow one.
+const SLOT_FACTOR: usize = 64;
+/// Errors shown on standard error; results hold all of them.
+const MAX_SHOWN_ERRORS: u64 = 10;
+
+struct Slot {
+    line: u64,
+    end: u64,
+    id: Value,
+    /// The result line, once there is one.
+    done: Option<String>,
+}
+
+/// A batch under way.
+pub struct Batch<'a> {
+    engine: &'a mut Engine,
+    source: Source,
+    /// How errors name the source.
+    source_name: String,
+    output: Output,
+    progress: Progress,
+    slots: VecDeque<Slot>,
+    /// Number of the first slot, counted from the start of the run.
+    first_slot: u64,
+    /// Number of each running request's slot.
+    running: HashMap<RequestId, u64>,
+    source_ended: bool,
+    tally: Tally,
+}
+
+impl<'a> Batch<'a> {
+    /// A batch that has not started; `engine` is idle.
+    pub fn new(
+        engine: &'a mut Engine,
+        source: Source,
+        source_name: String,
+        output: Output,
+        progress: Progress,
+    ) -> Self {
+        Batch {
+            engine,
+            source,
+            source_name,
+            output,
+            progress,
+            slots: VecDeque::new(),
+            first_slot: 0,
+            running: HashMap::new(),
+            source_ended: false,
+            tally: Tally::default(),
+        }
+    }
+
+    /// Runs to the end, or to Ctrl-C.
+    ///
+    /// # Errors
+    /// The input cannot be read, the output not be written, or a step failed; results that were
+    /// there are written.
+    pub fn run(mut self) -> anyhow::Result<Tally> {
+        let end = self.run_steps();
+        for (id, _) in std::mem::take(&mut self.running) {
+            let output = self.engine.abort(id).expect("running requests are the engine's");
+            self.tally.aborted(&output);
+        }
+        let unwritable = end.as_ref().is_err_and(|e| e.is::<OutputError>());
+        if !unwritable {
+            while let Some(slot) = self.next_slot() {
+                self.write(slot)?;
+            }
+        }
+        self.progress.finish();
+        end.map(|()| self.tally)
+    }
+
+    fn run_steps(&mut self) -> anyhow::Result<()> {
+        let mut failure = None;
+        while !interrupt::requested() {
+            if let Err(error) = self.fill() {
+                // What is running still ends well.
+                failure = Some(error);
+                self.source_ended = true;
+            }
+            self.write_ready()?;
+            if self.running.is_empty() && self.source_ended {
+                break;
+            }
+            for output in self.engine.step().context("the engine failed")?.finished {
+                self.take(&output)?;
+            }
+            self.write_ready()?;
+        }
+        failure.map_or(Ok(()), Err)
+    }
+
+    /// Gives the engine requests while there are some and there is room.
+    fn fill(&mut self) -> anyhow::Result<()> {
+        let seats = self.engine.limits().max_num_seqs;
+        while !self.source_ended
+            && self.running.len() < QUEUE_FACTOR * seats
+            && self.slots.len() < SLOT_FACTOR * seats
+        {
+            let next = self.source.next(self.running.is_empty());
+            match next.with_context(|| format!("cannot read {}", self.source_name))? {
+                Next::Entry(entry) => self.add(entry),
+                Next::Later => break,
+                Next::End => self.source_ended = true,
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, entry: Entry) {
+        let Entry { line, end, request } = entry;
+        let mut slot = Slot { line, end, id: request.id, done: None };
+        let added = request.request.and_then(|request| {
+            self.engine.add_request(request).map_err(|e| crate::output::chain(&e.into()))
+        });
+        match added {
+            Ok(id) => drop(self.running.insert(id, self.first_slot + self.slots.len() as u64)),
+            Err(message) => slot.done = Some(self.failed(&slot.id, line, &message)),
+        }
+        self.slots.push_back(slot);
+    }
+
+    /// Counts and shows an error and makes its result line.
+    fn failed(&mut self, id: &Value, line: u64, message: &str) -> String {
+        self.tally.failed += 1;
+        let shown = crate::output::one_line(message);
+        if self.tally.failed <= MAX_SHOWN_ERRORS {
+            self.progress.report(&format!("error: {}:{line}: {shown}", self.source_name));
+        } else if self.tally.failed == MAX_SHOWN_ERRORS + 1 {
+            self.progress.report("note: further errors are in the results only");
+        }
+        error_line(id, message, line)
+    }
+
+    /// Makes the result line of a request that ended.
+    fn take(&mut self, output: &RequestOutput) -> anyhow::Result<()> {
+        let slot = self.running.remove(&output.request_id).expect("it was running");
+        let at = usize::try_from(slot - self.first_slot).expect("fewer slots than memory");
+        let (id, line) = (self.slots[at].id.clone(), self.slots[at].line);
+        let done = if let FinishReason::Error(message) = &output.finish_reason {
+            self.failed(&id, line, message)
+        } else {
+            self.tally.finished(output);
+            result_line(&id, output, &self.engine.text().tokenizer)?
+        };
+        self.slots[at].done = Some(done);
+        Ok(())
+    }
+
+    fn next_slot(&mut self) -> Option<Slot> {
+        let slot = self.slots.pop_front()?;
+        self.first_slot += 1;
+        Some(slot)
+    }
+
+    /// Writes the results whose turn it is.
+    fn write_ready(&mut self) -> Result<(), OutputError> {
+        while self.slots.front().is_some_and(|slot| slot.done.is_some()) {
+            if let Some(slot) = self.next_slot() {
+                self.write(slot)?;
+            }
+        }
+        let done = self.tally.finished + self.tally.failed;
+        self.progress.update(done, self.tally.output_tokens());
+        Ok(())
+    }
+
+    /// Writes a slot's result, if it has one.
+    fn write(&mut self, slot: Slot) -> Result<(), OutputError> {
+        let Some(line) = slot.done else { return Ok(()) };
+        self.output.text(&(line + "\n"))?;
+        self.progress.advance(slot.end);
+        Ok(())
+    }
+}

@@ -1,0 +1,145 @@
+use super::*;
+use serde_json::json;
+
+/// Parses `{"prompt": "x", "FIELD": VALUE}`.
+fn with(field: &str, value: &str) -> Result<SamplingParams, String> {
+    let line = format!("{{\"prompt\": \"x\", \"{field}\": {value}}}");
+    parse_line(&line, &SamplingParams::default()).request.map(|request| request.params)
+}
+
+fn changed(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
+    let mut params = SamplingParams::default();
+    change(&mut params);
+    params
+}
+
+#[test]
+fn every_field_takes_its_type() {
+    let strings = |all: &[&str]| all.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
+    let none = SamplingParams::default();
+    for (field, value, expected) in [
+        ("max_tokens", "0", changed(|p| p.max_tokens = Some(0))),
+        ("max_tokens", "18446744073709551615", changed(|p| p.max_tokens = Some(usize::MAX))),
+        ("max_tokens", "null", changed(|p| p.max_tokens = None)),
+        ("min_tokens", "3", changed(|p| p.min_tokens = 3)),
+        ("temperature", "0", changed(|p| p.temperature = 0.0)),
+        ("temperature", "0.5", changed(|p| p.temperature = 0.5)),
+        ("temperature", "3.4e38", changed(|p| p.temperature = 3.4e38)),
+        ("top_k", "-1", none.clone()),
+        ("top_k", "0", none.clone()),
+        ("top_k", "4294967295", changed(|p| p.top_k = u32::MAX)),
+        ("top_p", "1e-3", changed(|p| p.top_p = 1e-3)),
+        ("min_p", "1", changed(|p| p.min_p = 1.0)),
+        ("seed", "18446744073709551615", changed(|p| p.seed = Some(u64::MAX))),
+        ("seed", "null", none.clone()),
+        ("stop", "\"a\"", changed(|p| p.stop = strings(&["a"]))),
+        ("stop", "[\"a\", \"b\"]", changed(|p| p.stop = strings(&["a", "b"]))),
+        ("stop", "null", none.clone()),
+        ("stop_token_ids", "[0, 4294967295]", changed(|p| p.stop_token_ids = vec![0, u32::MAX])),
+        ("include_stop_str_in_output", "true", changed(|p| p.include_stop_str_in_output = true)),
+        ("ignore_eos", "true", changed(|p| p.ignore_eos = true)),
+        ("logprobs", "0", changed(|p| p.logprobs = Some(0))),
+        ("logprobs", "null", none.clone()),
+        ("skip_special_tokens", "false", changed(|p| p.skip_special_tokens = false)),
+        ("detokenize", "false", changed(|p| p.detokenize = false)),
+        ("id", "7", none),
+    ] {
+        assert_eq!(with(field, value), Ok(expected), "{field} {value}");
+    }
+}
+
+#[test]
+fn wrong_types_are_refused_with_field_and_value() {
+    let cases: [(&str, &[&str]); 15] = [
+        ("max_tokens", &["-1", "5.5", "5.0", "\"5\"", "true", "[5]", "18446744073709551616"]),
+        ("min_tokens", &["-1", "null", "1.0"]),
+        ("temperature", &["\"hot\"", "null", "true", "3.5e38", "[1]"]),
+        ("top_k", &["-2", "1.5", "null", "4294967296"]),
+        ("top_p", &["\"1\"", "null"]),
+        ("min_p", &["{}", "null"]),
+        ("seed", &["-1", "1.5", "\"1\""]),
+        ("stop", &["5", "[5]", "[null]", "{}"]),
+        ("stop_token_ids", &["5", "[-1]", "[1.0]", "[\"a\"]", "[4294967296]"]),
+        ("include_stop_str_in_output", &["1", "null", "\"true\""]),
+        ("ignore_eos", &["0", "null"]),
+        ("logprobs", &["true", "-1", "1.5", "4294967296"]),
+        ("skip_special_tokens", &["1", "null"]),
+        ("detokenize", &["1", "null"]),
+        ("prompt_token_ids", &["\"x\"", "[1.5]", "[-1]", "null"]),
+    ];
+    for (field, values) in cases {
+        for value in values {
+            let error = with(field, value).unwrap_err();
+            assert!(error.starts_with(&format!("{field} must be ")), "{field} {value}: {error}");
+            assert!(error.contains("got "), "{field} {value}: {error}");
+        }
+    }
+    assert!(with("seed", "-1").unwrap_err().ends_with("got -1"));
+}
+
+#[test]
+fn what_is_not_json_names_field_column_and_text() {
+    for value in ["NaN", "1e400", "-1e400", "Infinity", "+1", ".5", "'x'"] {
+        let error = with("temperature", value).unwrap_err();
+        assert!(error.contains("field \"temperature\""), "{value}: {error}");
+        assert!(error.contains(" at column 3") && error.contains(value), "{value}: {error}");
+        assert!(!error.contains("line 1"), "{error}");
+    }
+    let broken = ["", "{", "[]", "5", "null", "{\"prompt\": \"x\"} {}", "{\"prompt\" \"x\"}", "{1: 2}"];
+    for text in broken {
+        let line = parse_line(text, &SamplingParams::default());
+        let error = line.request.unwrap_err();
+        assert!(error.starts_with("not a valid request: "), "{text}: {error}");
+        assert_eq!(line.id, Value::Null);
+    }
+}
+
+#[test]
+fn nothing_is_silently_ignored() {
+    assert!(with("max_token", "5").unwrap_err().starts_with("unknown field \"max_token\""));
+    assert!(with("n", "2").unwrap_err().contains("\"n\" is not supported"));
+    assert!(with("use_beam_search", "true").unwrap_err().contains("not supported"));
+    assert!(with("prompt", "\"y\"").unwrap_err().contains("\"prompt\" is there twice"));
+    assert!(with("prompt_token_ids", "[1]").unwrap_err().starts_with("both "));
+    let missing = parse_line("{\"id\": 1}", &SamplingParams::default());
+    assert_eq!(missing.id, json!(1));
+    assert!(missing.request.unwrap_err().starts_with("neither "));
+    let long = format!("{{\"{}\": 1}}", "x".repeat(10_000));
+    let error = parse_line(&long, &SamplingParams::default()).request.unwrap_err();
+    assert!(error.len() < 500, "{error}");
+}
+
+#[test]
+fn ids_come_back_as_they_are() {
+    for (id, kept) in [
+        ("\"a\"", Some(json!("a"))),
+        ("12", Some(json!(12))),
+        ("18446744073709551615", Some(json!(u64::MAX))),
+        ("1.5", Some(json!(1.5))),
+        ("null", Some(Value::Null)),
+        ("123456789012345678901234567890", None),
+        ("[1]", None),
+        ("true", None),
+    ] {
+        let line = format!("{{\"id\": {id}, \"prompt\": \"x\"}}");
+        let line = parse_line(&line, &SamplingParams::default());
+        assert_eq!(line.request.is_ok(), kept.is_some(), "{id}: {:?}", line.request);
+        assert_eq!(line.id, kept.unwrap_or(Value::Null), "{id}");
+    }
+    let bad = parse_line("{\"seed\": -1, \"id\": \"late\"}", &SamplingParams::default());
+    assert!(bad.request.is_err());
+    assert_eq!(bad.id, json!("late"));
+}
+
+#[test]
+fn lines_override_the_defaults() {
+    let defaults = changed(|p| {
+        p.temperature = 0.0;
+        p.stop = vec!["a".to_owned()];
+    });
+    let parse = |text| parse_line(text, &defaults).request.unwrap();
+    let request = parse("{\"prompt\": \"x\"}");
+    assert_eq!(request, Request::new("x", defaults.clone()));
+    let request = parse("{\"prompt_token_ids\": [1, 2], \"stop\": null, \"temperature\": 1}");
+    assert_eq!(request, Request::new(vec![1, 2], SamplingParams::default()));
+}

@@ -1,0 +1,114 @@
+//! One line of a JSONL output.
+
+use super::summary::milliseconds;
+use crate::output::to_json;
+use quire_engine::sampling::TokenLogprob;
+use quire_engine::text::{TextError, Tokenizer};
+use quire_engine::{RequestOutput, StopReason, TokenLogprobs};
+use serde::Serialize;
+use serde_json::Value;
+
+#[derive(Serialize)]
+struct ResultLine<'a> {
+    id: &'a Value,
+    text: &'a str,
+    token_ids: &'a [u32],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logprobs: Option<Vec<Position>>,
+    finish_reason: &'a str,
+    stop_reason: &'a Option<StopReason>,
+    usage: Usage,
+    seed: u64,
+    timings: Timings,
+}
+
+#[derive(Serialize)]
+struct Usage {
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    total_tokens: usize,
+}
+
+/// Null where a request did not get so far.
+#[derive(Serialize)]
+struct Timings {
+    queue_ms: Option<f64>,
+    ttft_ms: Option<f64>,
+    tpot_ms: Option<f64>,
+    e2e_ms: f64,
+}
+
+#[derive(Serialize)]
+struct Position {
+    #[serde(flatten)]
+    sampled: Token,
+    top: Vec<Token>,
+}
+
+#[derive(Serialize)]
+struct Token {
+    token_id: u32,
+    token: String,
+    /// Null where it is −∞.
+    logprob: f32,
+}
+
+#[derive(Serialize)]
+struct ErrorLine<'a> {
+    id: &'a Value,
+    error: ErrorDetail<'a>,
+}
+
+#[derive(Serialize)]
+struct ErrorDetail<'a> {
+    message: &'a str,
+    line: u64,
+}
+
+/// The line of a request that ended well.
+pub fn result_line(
+    id: &Value,
+    output: &RequestOutput,
+    tokenizer: &Tokenizer,
+) -> Result<String, TextError> {
+    let logprobs = output.logprobs.as_ref().map(|all| {
+        all.iter().map(|one| position(one, tokenizer)).collect::<Result<Vec<_>, _>>()
+    });
+    let (prompt_tokens, completion_tokens) =
+        (output.prompt_token_ids.len(), output.token_ids.len());
+    let metrics = &output.metrics;
+    Ok(to_json(&ResultLine {
+        id,
+        text: &output.text,
+        token_ids: &output.token_ids,
+        logprobs: logprobs.transpose()?,
+        finish_reason: output.finish_reason.name(),
+        stop_reason: &output.stop_reason,
+        usage: Usage {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens + completion_tokens,
+        },
+        seed: output.seed,
+        timings: Timings {
+            queue_ms: metrics.queue.map(milliseconds),
+            ttft_ms: metrics.ttft.map(milliseconds),
+            tpot_ms: metrics.tpot.map(milliseconds),
+            e2e_ms: milliseconds(metrics.e2e),
+        },
+    }))
+}
+
+/// The line of a request that was refused or failed.
+pub fn error_line(id: &Value, message: &str, line: u64) -> String {
+    to_json(&ErrorLine { id, error: ErrorDetail { message, line } })
+}
+
+fn position(logprobs: &TokenLogprobs, tokenizer: &Tokenizer) -> Result<Position, TextError> {
+    let token = |one: &TokenLogprob| -> Result<Token, TextError> {
+        let token = tokenizer.token_text(one.token)?;
+        Ok(Token { token_id: one.token, token, logprob: one.logprob })
+    };
+    let top = logprobs.top.iter().map(token).collect::<Result<_, _>>()?;
+    Ok(Position { sampled: token(&logprobs.sampled)?, top })
+}

@@ -1,0 +1,124 @@
+//! `quire verify`: a model against its golden file.
+
+use crate::Outcome;
+use crate::cli::VerifyArgs;
+use crate::load;
+use crate::output::Output;
+use anyhow::Context;
+use quire_engine::ops::BackendInfo;
+use quire_model_zoo::ModelFiles;
+use quire_model_zoo::verify::{Bounded, Golden, SequenceReport, VerifyReport, verify};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// Golden file in a model's folder.
+const GOLDEN_FILE: &str = "golden.safetensors";
+/// Tokens in a step, unless the flags say otherwise: few enough that prompts are cut into chunks.
+const BATCHED_TOKENS: usize = 64;
+
+#[derive(Serialize)]
+struct Report<'a> {
+    model: String,
+    backend: &'a str,
+    isa: &'a str,
+    threads: usize,
+    dtype: String,
+    block_size: usize,
+    max_num_batched_tokens: usize,
+    #[serde(flatten)]
+    report: &'a VerifyReport,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// The model or the golden file is unusable, or they do not fit each other.
+pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
+    let model = &args.model.model;
+    let golden = match &args.golden {
+        Some(golden) => golden.clone(),
+        None => {
+            anyhow::ensure!(!model.is_file(), "{}: --golden is needed, as this is no folder", model.display());
+            model.join(GOLDEN_FILE)
+        }
+    };
+    let mut options = args.model.load_options();
+    if !args.model.sets_batched_tokens() {
+        options.engine.max_num_batched_tokens = BATCHED_TOKENS;
+    }
+    let files = ModelFiles::open(model)?;
+    let golden_file = Golden::open(&golden, files.info().vocab_size)?;
+    let mut engine = load::load(&files, &options)?;
+    let report = verify(&mut engine, &golden_file)
+        .with_context(|| golden.display().to_string())?;
+    let backend = engine.backend();
+    let mut output = Output::stdout();
+    if args.json {
+        output.json(&Report {
+            model: model.display().to_string(),
+            backend: backend.name,
+            isa: &backend.isa,
+            threads: backend.threads,
+            dtype: backend.dtype.to_string(),
+            block_size: options.engine.block_size,
+            max_num_batched_tokens: options.engine.max_num_batched_tokens,
+            report: &report,
+        })?;
+    } else {
+        output.text(&table(&report, &backend))?;
+    }
+    Ok(if report.passed { Outcome::Done } else { Outcome::Failed })
+}
+
+fn table(report: &VerifyReport, backend: &BackendInfo) -> String {
+    let header = [
+        "sequence", "tokens", "max |Δ|", "mean |Δ|", "KL", "greedy", "gap", "generated", "decode",
+        "result",
+    ];
+    let mut rows = vec![header.map(str::to_owned)];
+    rows.extend(report.sequences.iter().enumerate().map(|(i, sequence)| row(i, sequence)));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..header.len()).filter_map(width).collect();
+    let mut text = String::new();
+    for row in &rows {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}"));
+        let _ = writeln!(text, "{}", cells.collect::<Vec<_>>().join("  "));
+    }
+    let passed = report.sequences.iter().filter(|sequence| sequence.passed).count();
+    let _ = writeln!(
+        text,
+        "{}: {passed} of {} sequences within tolerance ({} backend, {}, {}, {} steps)",
+        if report.passed { "passed" } else { "DIFFERS" },
+        report.sequences.len(),
+        backend.name,
+        backend.isa,
+        backend.dtype,
+        report.num_steps,
+    );
+    text
+}
+
+fn row(i: usize, sequence: &SequenceReport) -> [String; 10] {
+    let of_greedy = |count: usize| format!("{count}/{}", sequence.greedy_tokens);
+    [
+        i.to_string(),
+        sequence.prompt_tokens.to_string(),
+        bounded(sequence.max_abs_diff),
+        bounded(sequence.mean_abs_diff),
+        format!("{:.1e}", sequence.kl_divergence),
+        of_greedy(sequence.greedy_agree),
+        bounded(sequence.greedy_gap),
+        of_greedy(sequence.generated_agree),
+        if sequence.decode_equals_prefill { "equal" } else { "DIFFERS" }.to_owned(),
+        if sequence.passed { "ok" } else { "DIFFERS" }.to_owned(),
+    ]
+}
+
+/// A value, its limit where it has one, and a mark where it is over.
+fn bounded(bounded: Bounded) -> String {
+    let Bounded { value, limit } = bounded;
+    if limit.is_infinite() {
+        return format!("{value:.1e}");
+    }
+    format!("{value:.1e} {} {limit:.1e}", if bounded.holds() { "≤" } else { ">" })
+}
