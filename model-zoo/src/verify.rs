@@ -91,9 +91,8 @@ impl Golden {
     /// wrong type or shape, or holds an id outside the vocabulary or a value that is not finite.
     pub fn open(path: &Path, vocab_size: usize) -> Result<Self, LoadError> {
         let data = map_file(path)?;
-        let tensors = SafeTensors::deserialize(&data).map_err(|e| {
-            LoadError::malformed(path, format!("is not a safetensors file: {e}"))
-        })?;
+        let tensors = SafeTensors::deserialize(&data)
+            .map_err(|e| LoadError::malformed(path, format!("is not a safetensors file: {e}")))?;
         let reader = GoldenReader { path, tensors: &tensors, vocab_size };
         let count = reader.num_sequences()?;
         let sequences = (0..count).map(|i| reader.sequence(i)).collect::<Result<_, _>>()?;
@@ -127,7 +126,8 @@ impl GoldenReader<'_> {
         let names = self.tensors.names();
         let count = names.iter().filter(|name| name.starts_with("ids_")).count();
         if !(1..=MAX_GOLDEN_SEQUENCES).contains(&count) {
-            let problem = format!("has {count} tensors `ids_…`; 1 to {MAX_GOLDEN_SEQUENCES} are read");
+            let problem =
+                format!("has {count} tensors `ids_…`; 1 to {MAX_GOLDEN_SEQUENCES} are read");
             return Err(LoadError::malformed(self.path, problem));
         }
         for name in names {
@@ -326,7 +326,12 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
     Request { capture_logits: true, ..Request::new(prompt, params) }
 }
 
-fn compare(golden: &GoldenSequence, runs: &Runs, dtype: DType, vocab_size: usize) -> SequenceReport {
+fn compare(
+    golden: &GoldenSequence,
+    runs: &Runs,
+    dtype: DType,
+    vocab_size: usize,
+) -> SequenceReport {
     let prompt_tokens = golden.ids.len();
     let logits = &runs.forced.logits;
     assert_eq!(logits.len(), prompt_tokens + golden.greedy.len() - 1, "a row a position");
@@ -417,4 +422,92 @@ fn kl_divergence(p: &[f32], q: &[f32]) -> f64 {
         log_p.exp() * (log_p - (f64::from(q) - q_sum))
     };
     p.iter().zip(q).map(term).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::tensor::TensorView;
+
+    /// A name, a type, a shape and the bytes of one element, repeated.
+    type Tensor<'a> = (&'a str, Dtype, &'a [usize], &'a [u8]);
+
+    const ID: &[u8] = &3i64.to_le_bytes();
+    const LOGIT: &[u8] = &1.5f32.to_le_bytes();
+    const GOOD: [Tensor<'static>; 3] = [
+        ("ids_0", Dtype::I64, &[2], ID),
+        ("logits_0", Dtype::F32, &[2, 4], LOGIT),
+        ("greedy_0", Dtype::I64, &[1], ID),
+    ];
+
+    fn open(tensors: &[Tensor<'_>]) -> Result<Golden, LoadError> {
+        let data: Vec<Vec<u8>> =
+            tensors.iter().map(|(_, _, shape, e)| e.repeat(shape.iter().product())).collect();
+        let views = tensors.iter().zip(&data).map(|((name, dtype, shape, _), data)| {
+            (*name, TensorView::new(*dtype, shape.to_vec(), data).unwrap())
+        });
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), safetensors::serialize(views, None).unwrap()).unwrap();
+        Golden::open(file.path(), 4)
+    }
+
+    #[test]
+    fn a_golden_file_is_read() {
+        let golden = open(&GOOD).unwrap();
+        let sequence = GoldenSequence {
+            ids: vec![3, 3],
+            logits: vec![1.5; 8],
+            greedy: vec![3],
+            logits_bf16: None,
+        };
+        assert_eq!(golden, Golden { vocab_size: 4, sequences: vec![sequence] });
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_tensor() {
+        let outside: &[u8] = &4i64.to_le_bytes();
+        let negative: &[u8] = &(-1i64).to_le_bytes();
+        let infinite: &[u8] = &f32::INFINITY.to_le_bytes();
+        let replaced: [(Tensor<'_>, &str); 9] = [
+            (("ids_0", Dtype::I64, &[0], ID), "is I64 [0]"),
+            (("ids_0", Dtype::I64, &[2, 1], ID), "is I64 [2, 1]"),
+            (("ids_0", Dtype::F32, &[2], LOGIT), "is F32 [2]"),
+            (("ids_0", Dtype::I64, &[2], outside), "has 4 at 0, outside"),
+            (("greedy_0", Dtype::I64, &[1], negative), "has -1 at 0, outside"),
+            (("greedy_0", Dtype::I64, &[0], ID), "is I64 [0]"),
+            (("logits_0", Dtype::F32, &[2, 5], LOGIT), "need F32 [2, 4]"),
+            (("logits_0", Dtype::F32, &[3, 4], LOGIT), "need F32 [2, 4]"),
+            (("logits_0", Dtype::F32, &[2, 4], infinite), "has inf at [0, 0]"),
+        ];
+        for (tensor, problem) in replaced {
+            let tensors = GOOD.map(|good| if good.0 == tensor.0 { tensor } else { good });
+            let error = open(&tensors).unwrap_err().to_string();
+            assert!(error.contains(&format!("tensor `{}`", tensor.0)), "{error}");
+            assert!(error.contains(problem), "{error}");
+        }
+        for (name, missing) in ["ids_0", "logits_0", "greedy_0"].iter().zip(0..) {
+            let tensors: Vec<_> = (0..3).filter(|&i| i != missing).map(|i| GOOD[i]).collect();
+            assert!(open(&tensors).unwrap_err().to_string().contains(&name[..4]));
+        }
+        for extra in ["ids_2", "logits_1", "logits_bf16_x", "greedy_00", "weight"] {
+            let error = open(&[&GOOD[..], &[(extra, Dtype::F32, &[2, 4], LOGIT)]].concat());
+            assert!(error.unwrap_err().to_string().contains("does not belong"), "{extra}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_number_is_infinitely_far() {
+        let difference = Difference::of([(&[1.0, 2.0][..], &[1.5, f32::NAN][..])].into_iter());
+        assert_eq!((difference.max, difference.mean), (f64::INFINITY, f64::INFINITY));
+        let difference = Difference::of([(&[1.0, 2.0][..], &[1.5, 2.25][..])].into_iter());
+        assert_eq!((difference.max, difference.mean), (0.5, 0.375));
+    }
+
+    #[test]
+    fn divergence_is_that_of_the_softmaxes() {
+        let (p, q) = ([0.0, 3f32.ln()], [5.0, 5.0]);
+        let expected = 0.25 * (0.25f64 / 0.5).ln() + 0.75 * (0.75f64 / 0.5).ln();
+        assert!((kl_divergence(&p, &q) - expected).abs() < 1e-7);
+        assert_eq!(kl_divergence(&q, &q), 0.0);
+    }
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// LLM inference on the CPU.
 #[derive(Parser)]
-#[command(name = "quire", version, about)]
+#[command(name = "quire", version)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -135,7 +135,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
     /// File for the results of --input, `-` for standard output
-    #[arg(long, value_name = "FILE", requires = "input", default_value = "-")]
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt", default_value = "-")]
     pub output: PathBuf,
     /// Results of --prompt as JSON lines; the summary as JSON
     #[arg(long)]

@@ -74,9 +74,7 @@ fn report(line: &str) {
 
 /// The reader of our standard output has seen enough (`quire … | head`).
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error
-        .downcast_ref::<OutputError>()
-        .is_some_and(|e| e.source.kind() == ErrorKind::BrokenPipe)
+    error.downcast_ref::<OutputError>().is_some_and(|e| e.source.kind() == ErrorKind::BrokenPipe)
 }
 
 /// Help and version as they are; a wrong command line as one line.
@@ -86,11 +84,14 @@ fn usage(error: &clap::Error) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let text = error.to_string();
-    // What follows is a usage block; a bare `quire` prints the help, which has no such block.
-    let end = text.find("\n\nUsage:").or(text.find("\n\nFor more"));
-    match end {
-        Some(end) => report(&format!("{}; see --help", one_line(&text[..end]))),
-        None => report(text.trim_end()),
+    if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        report(text.trim_end());
+    } else {
+        // Paragraphs are the error and tips; the usage block that follows is for --help.
+        let is_help = |text: &&str| text.starts_with("Usage:") || text.starts_with("For more");
+        let tips = text.split("\n\n").take_while(|text| !is_help(text));
+        let lines: Vec<String> = tips.map(one_line).collect();
+        report(&format!("{}; see --help", lines.join("; ")));
     }
     ExitCode::from(CANNOT_RUN)
 }

@@ -35,9 +35,12 @@ impl Output {
     /// A file, emptied. `opened` comes from [`open_output`].
     pub fn file(path: &Path, opened: File) -> Result<Self, OutputError> {
         let target = path.display().to_string();
-        let emptied = opened.metadata().and_then(|m| if m.is_file() { opened.set_len(0) } else { Ok(()) });
+        let emptied =
+            opened.metadata().and_then(|m| if m.is_file() { opened.set_len(0) } else { Ok(()) });
         match emptied {
-            Ok(()) => Ok(Output { target, terminal: opened.is_terminal(), writer: Box::new(opened) }),
+            Ok(()) => {
+                Ok(Output { target, terminal: opened.is_terminal(), writer: Box::new(opened) })
+            }
             Err(source) => Err(OutputError { target, source }),
         }
     }

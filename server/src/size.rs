@@ -9,8 +9,8 @@ pub fn parse_size(text: &str) -> Result<usize, String> {
     let (prefix, base) = match unit.as_str() {
         "" | "b" => ("", 1),
         unit => match unit.strip_suffix("ib") {
-            Some(prefix) => (prefix, 1024),
-            None => unit.strip_suffix('b').map_or((unit, 1024), |prefix| (prefix, 1000)),
+            Some(prefix) if !prefix.is_empty() => (prefix, 1024),
+            _ => unit.strip_suffix('b').map_or((unit, 1024), |prefix| (prefix, 1000)),
         },
     };
     let power = ["", "k", "m", "g", "t"].iter().position(|&p| p == prefix);

@@ -38,7 +38,11 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
     let golden = match &args.golden {
         Some(golden) => golden.clone(),
         None => {
-            anyhow::ensure!(!model.is_file(), "{}: --golden is needed, as this is no folder", model.display());
+            anyhow::ensure!(
+                !model.is_file(),
+                "{}: --golden is needed, as this is no folder",
+                model.display()
+            );
             model.join(GOLDEN_FILE)
         }
     };
@@ -49,8 +53,7 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
     let files = ModelFiles::open(model)?;
     let golden_file = Golden::open(&golden, files.info().vocab_size)?;
     let mut engine = load::load(&files, &options)?;
-    let report = verify(&mut engine, &golden_file)
-        .with_context(|| golden.display().to_string())?;
+    let report = verify(&mut engine, &golden_file).with_context(|| golden.display().to_string())?;
     let backend = engine.backend();
     let mut output = Output::stdout();
     if args.json {
@@ -72,7 +75,15 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
 
 fn table(report: &VerifyReport, backend: &BackendInfo) -> String {
     let header = [
-        "sequence", "tokens", "max |Δ|", "mean |Δ|", "KL", "greedy", "gap", "generated", "decode",
+        "sequence",
+        "tokens",
+        "max |Δ|",
+        "mean |Δ|",
+        "KL",
+        "greedy",
+        "gap",
+        "generated",
+        "decode",
         "result",
     ];
     let mut rows = vec![header.map(str::to_owned)];

@@ -26,12 +26,7 @@ fn ulp(dtype: DType) -> f32 {
 }
 
 /// Asserts `|got − want| ≤ bound(row, column, want)` everywhere.
-pub fn assert_close(
-    what: &str,
-    got: &Rows,
-    want: &Rows,
-    bound: impl Fn(usize, usize, f32) -> f32,
-) {
+pub fn assert_close(what: &str, got: &Rows, want: &Rows, bound: impl Fn(usize, usize, f32) -> f32) {
     assert_eq!((got.len(), got.cols), (want.len(), want.cols), "{what}: shape");
     for row in 0..want.len() {
         for (i, (&g, &w)) in got.row(row).iter().zip(want.row(row)).enumerate() {
@@ -295,6 +290,25 @@ impl AttentionCase {
     }
 }
 
+/// A cache for `case` in which everything is NaN.
+fn poisoned_cache<B: Backend<KvCache: Poison>>(
+    h: &mut Harness<B>,
+    case: &AttentionCase,
+    num_blocks: usize,
+) -> B::KvCache {
+    let layout = KvLayout {
+        num_layers: LAYERS,
+        num_blocks,
+        block_size: case.block_size,
+        num_kv_heads: case.num_kv_heads,
+        head_dim: case.head_dim,
+        dtype: h.dtype(),
+    };
+    let mut kv = h.backend.kv_cache(&layout).expect("a small KV cache");
+    kv.poison();
+    kv
+}
+
 /// Writes K and V of the given sequences and attends, over a cache that was NaN. One result for
 /// each sequence, `[len, Hq·D]`. With `rewrite`, other data is given with slot −1 throughout before
 /// attention reads, which must change nothing.
@@ -305,18 +319,7 @@ pub fn attention<B: Backend<KvCache: Poison>>(
     rewrite: bool,
 ) -> Vec<Rows> {
     let (tables, num_blocks) = case.tables(seqs);
-    let mut kv = h
-        .backend
-        .kv_cache(&KvLayout {
-            num_layers: LAYERS,
-            num_blocks,
-            block_size: case.block_size,
-            num_kv_heads: case.num_kv_heads,
-            head_dim: case.head_dim,
-            dtype: h.dtype(),
-        })
-        .expect("a small KV cache");
-    kv.poison();
+    let mut kv = poisoned_cache(h, case, num_blocks);
     let rope = case.rope(h);
     let norms = case.qk_norm.then(|| {
         let weights = |name| Rng::named(case.seed, name).floats(case.head_dim, 1.5);

@@ -32,8 +32,8 @@ pub fn data_dir() -> PathBuf {
 
 /// The SmolLM2 model that `make fetch` puts in place; says so on standard error if it is absent.
 pub fn smollm2() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if path.exists() {
         return Some(path);
     }

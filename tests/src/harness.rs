@@ -121,9 +121,8 @@ impl<B: Backend<KvCache: Poison>> Harness<B> {
         }
         let cols = (s * s) as usize;
         self.begin(&row_input(rows));
-        let table = self.matrix(MatrixLayout::Plain, (rows, cols), |row, i| {
-            if row == i { s } else { 0.0 }
-        });
+        let table =
+            self.matrix(MatrixLayout::Plain, (rows, cols), |row, i| if row == i { s } else { 0.0 });
         let mut hot = self.tensor(rows, cols, TensorKind::F32);
         self.backend.embed(&table, &mut hot);
         let ones = self.vector(&vec![1.0; cols]);
@@ -160,12 +159,11 @@ impl<B: Backend<KvCache: Poison>> Harness<B> {
     pub fn compute_tensor(&mut self, rows: &Rows) -> B::Tensor {
         let (hot, k, s) = self.one_hot(rows.len());
         let rounded = rows.rounded(self.dtype());
-        let weight =
-            self.matrix(MatrixLayout::GateUp, (2 * rows.cols, k), |row, i| match row {
-                gate if gate < rows.cols => GATE / s,
-                up if i < rows.len() => rounded.row(i)[up - rows.cols] / (GATE * s),
-                _ => 0.0,
-            });
+        let weight = self.matrix(MatrixLayout::GateUp, (2 * rows.cols, k), |row, i| match row {
+            gate if gate < rows.cols => GATE / s,
+            up if i < rows.len() => rounded.row(i)[up - rows.cols] / (GATE * s),
+            _ => 0.0,
+        });
         let mut out = self.tensor(rows.len(), rows.cols, TensorKind::Compute);
         self.backend.gate_up_silu_mul(&hot, &weight, &mut out);
         assert_eq!(self.read_compute(&out, rows.len(), rows.cols), rounded, "the upload is exact");

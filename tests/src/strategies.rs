@@ -11,8 +11,13 @@ use quire_engine::{Request, SamplingParams};
 pub fn gemm() -> impl Strategy<Value = GemmCase> {
     let n = prop_oneof![1..20usize, 60..70usize, 120..140usize];
     let k = prop_oneof![1..20usize, 60..70usize, 250..300usize];
-    (1..20usize, n, k, any::<bool>(), any::<u64>())
-        .prop_map(|(rows, n, k, bias, seed)| GemmCase { rows, n, k, bias, seed })
+    (1..20usize, n, k, any::<bool>(), any::<u64>()).prop_map(|(rows, n, k, bias, seed)| GemmCase {
+        rows,
+        n,
+        k,
+        bias,
+        seed,
+    })
 }
 
 /// Ragged sequences in chunks; at most one of them is longer than a split of 256 positions.
@@ -82,8 +87,8 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
     let base = SamplingParams {
         seed: Some(rng.next_u64()),
         temperature: 0.7,
-        ignore_eos: i % 3 == 0,
-        logprobs: (i % 2 == 0).then_some(3),
+        ignore_eos: i.is_multiple_of(3),
+        logprobs: i.is_multiple_of(2).then_some(3),
         ..greedy(1 + rng.below(48))
     };
     let params = match i % 8 {
@@ -96,5 +101,5 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
         6 => SamplingParams { stop: ["e", "ab", "\u{FFFD}"].map(str::to_owned).into(), ..base },
         _ => SamplingParams { stop_token_ids: (0..40).collect(), ..base },
     };
-    Request { stream: i % 5 == 0, ..Request::new(prompt, params) }
+    Request { stream: i.is_multiple_of(5), ..Request::new(prompt, params) }
 }

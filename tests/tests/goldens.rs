@@ -21,11 +21,7 @@ fn golden_dirs() -> Vec<PathBuf> {
 }
 
 fn options(dtype: DType, block_size: usize, budget: usize) -> LoadOptions {
-    let engine = EngineConfig {
-        block_size,
-        max_num_batched_tokens: budget,
-        ..Default::default()
-    };
+    let engine = EngineConfig { block_size, max_num_batched_tokens: budget, ..Default::default() };
     LoadOptions { dtype: Some(dtype), engine, ..Default::default() }
 }
 
@@ -70,7 +66,8 @@ fn the_cpu_on_every_instruction_set() {
 #[test]
 fn the_reference() {
     for dir in golden_dirs() {
-        for (dtype, sizes) in DTYPES.into_iter().zip([[(8, 3), (64, 2048)], [(16, 16), (8, 2048)]]) {
+        for (dtype, sizes) in DTYPES.into_iter().zip([[(8, 3), (64, 2048)], [(16, 16), (8, 2048)]])
+        {
             for (block_size, budget) in sizes {
                 let backend = BackendKind::Reference;
                 assert_passes(&dir, &LoadOptions { backend, ..options(dtype, block_size, budget) });

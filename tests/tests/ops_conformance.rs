@@ -8,7 +8,7 @@ use quire_engine::backend::{CpuBackend, ReferenceBackend};
 use quire_engine::ops::{Backend, MatrixLayout, TensorKind};
 use quire_engine::sampling::{SamplingBatch, SamplingRow};
 use quire_tests::conformance::{self, AttentionCase, GemmCase, assert_bits};
-use quire_tests::fixtures::every_path;
+use quire_tests::fixtures::{Poison, every_path};
 use quire_tests::harness::{Harness, Rows, row_input};
 use quire_tests::rng::Rng;
 use quire_tests::strategies;
@@ -52,13 +52,11 @@ fn check_gemm(case: &GemmCase) {
         let added = conformance::linear_add(&mut r, case, &all);
         let gated = conformance::gate_up(&mut r, case, &all);
         for ((name, mut two), (_, mut one)) in cpus(dtype, 2).into_iter().zip(cpus(dtype, 1)) {
-            let mut both = (&mut two, &mut one);
-            let got = invariant(&name, (both.0, both.1), case.rows, |h, rows| {
+            let got = invariant(&name, (&mut two, &mut one), case.rows, |h, rows| {
                 conformance::linear(h, case, rows)
             });
             conformance::assert_linear(case, dtype, false, &got, &linear);
-            both = (&mut two, &mut one);
-            let got = invariant(&name, both, case.rows, |h, rows| {
+            let got = invariant(&name, (&mut two, &mut one), case.rows, |h, rows| {
                 conformance::linear_add(h, case, rows)
             });
             conformance::assert_linear(case, dtype, true, &got, &added);
@@ -180,10 +178,7 @@ fn splits_and_windows() {
 }
 
 /// `embed` and `gather_rows` are copies: exact on every backend.
-fn check_row_moves<B: Backend>(h: &mut Harness<B>, x: &Rows)
-where
-    B::KvCache: quire_tests::fixtures::Poison,
-{
+fn check_row_moves<B: Backend<KvCache: Poison>>(h: &mut Harness<B>, x: &Rows) {
     let table = h.weight(MatrixLayout::Plain, x);
     let mut input = row_input(x.len());
     input.token_ids.reverse();

@@ -3,7 +3,7 @@
 
 use quire_engine::backend::Isa;
 use quire_engine::engine::{Prompt, RequestError};
-use quire_engine::sampling::{Sampler, SamplingRow, sample_row};
+use quire_engine::sampling::{RowError, Sampler, SamplingRow, sample_row};
 use quire_engine::scheduler::AdmissionError;
 use quire_engine::{
     DType, Engine, EngineConfig, FinishReason, Request, RequestOutput, SamplingParams, StopReason,
@@ -135,7 +135,8 @@ fn a_nan_row_fails_its_request_alone_and_leaks_through_no_block() {
             Prompt::Text(_) => true,
         };
         let mates: Vec<Request> = mixed_requests(12, 11).into_iter().filter(clean).collect();
-        let alone: Vec<RequestOutput> = mates.iter().map(|r| run_alone(&model, &setup, r)).collect();
+        let alone: Vec<RequestOutput> =
+            mates.iter().map(|r| run_alone(&model, &setup, r)).collect();
         let (mates, alone): (Vec<_>, Vec<_>) = mates
             .into_iter()
             .zip(alone)
@@ -161,9 +162,30 @@ fn a_nan_row_fails_its_request_alone_and_leaks_through_no_block() {
             drain(&mut engine).into_iter().partition(|o| ids.contains(&o.request_id));
         assert_eq!(fingerprints(&good), fingerprints(&alone), "{isa} {dtype}");
         for output in bad {
-            assert!(matches!(output.finish_reason, FinishReason::Error(_)), "{isa} {dtype}");
+            assert_eq!(output.finish_reason, not_a_number(), "{isa} {dtype}");
             assert!(output.token_ids.is_empty());
         }
+    }
+}
+
+fn not_a_number() -> FinishReason {
+    FinishReason::Error(RowError::NotANumber.to_string())
+}
+
+/// One NaN among finite logits fails the row too, unless it belongs to padding.
+#[test]
+fn a_single_nan_logit_fails_and_one_in_the_padding_does_not() {
+    let run = |row: usize, temperature: f32| {
+        let mut model = TinyModel::new(1);
+        model.row_mut(LM_HEAD, row)[3] = f32::NAN;
+        let params = SamplingParams { temperature, ..greedy(4) };
+        run_alone(&model, &setup(), &Request::new("nan", params)).finish_reason
+    };
+    for temperature in [0.0, 1.0] {
+        for row in [0, 100, TOKENIZER_VOCAB - 1] {
+            assert_eq!(run(row, temperature), not_a_number(), "row {row}");
+        }
+        assert_eq!(run(TOKENIZER_VOCAB, temperature), FinishReason::Length);
     }
 }
 
@@ -265,12 +287,7 @@ fn a26_padded_vocabulary_is_never_sampled() {
         model.row_mut(LM_HEAD, row).iter_mut().for_each(|w| *w *= 20.0);
     }
     for temperature in [0.0, 2.0] {
-        let params = SamplingParams {
-            temperature,
-            seed: Some(3),
-            logprobs: Some(5),
-            ..greedy(32)
-        };
+        let params = SamplingParams { temperature, seed: Some(3), logprobs: Some(5), ..greedy(32) };
         let request = Request { capture_logits: true, ..Request::new("padding", params) };
         let output = run_alone(&model, &setup(), &request);
         let padding_wins = |row: &Vec<f32>| {
@@ -289,12 +306,9 @@ fn a26_padded_vocabulary_is_never_sampled() {
 #[test]
 fn a18_a_seed_gives_its_stream_whatever_the_mates_seed_is() {
     let model = TinyModel::new(1);
-    let request = |seed| {
-        Request::new("seeds", SamplingParams { temperature: 1.0, seed, ..greedy(16) })
-    };
-    let run = |seeds: [Option<u64>; 2]| {
-        run_all(&mut model.engine(&setup()), &seeds.map(request))
-    };
+    let request =
+        |seed| Request::new("seeds", SamplingParams { temperature: 1.0, seed, ..greedy(16) });
+    let run = |seeds: [Option<u64>; 2]| run_all(&mut model.engine(&setup()), &seeds.map(request));
     let (a, b) = (run([Some(42), None]), run([Some(42), Some(7)]));
     assert_eq!(a[0].token_ids, b[0].token_ids);
     assert_eq!((a[0].seed, b[1].seed), (42, 7));

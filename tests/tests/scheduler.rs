@@ -120,7 +120,8 @@ impl Sim {
         assert!(plan.scheduled.len() <= config.max_num_seqs, "over the seats");
 
         // The victims are the latest of the running, one after the other.
-        let victims: Vec<SeqId> = running.iter().rev().take(plan.preempted.len()).copied().collect();
+        let victims: Vec<SeqId> =
+            running.iter().rev().take(plan.preempted.len()).copied().collect();
         assert_eq!(plan.preempted, victims, "preemption takes the latest arrival");
         if let Some(oldest) = running.first() {
             assert!(!plan.preempted.contains(oldest), "the oldest was preempted");
@@ -375,8 +376,7 @@ fn a17_a_preempted_sequence_comes_before_newcomers() {
 #[test]
 fn a17_one_seat_serves_in_order_of_arrival() {
     let mut sim = Sim::new(config(1, 8, 8));
-    let ids: Vec<SeqId> =
-        (0..3).map(|i| sim.add(prompt(5, i), length(3)).unwrap()).collect();
+    let ids: Vec<SeqId> = (0..3).map(|i| sim.add(prompt(5, i), length(3)).unwrap()).collect();
     for turn in 0..3 {
         while sim.num_ended == turn {
             assert!(sim.step());

@@ -17,7 +17,13 @@ const F32_GAP: f64 = 1e-2;
 /// In bf16, of logits around 20, this is four units in the last place.
 const BF16_GAP: f64 = 0.5;
 
-fn engine(files: &ModelFiles, dtype: DType, isa: Isa, threads: usize, sizes: EngineConfig) -> Engine {
+fn engine(
+    files: &ModelFiles,
+    dtype: DType,
+    isa: Isa,
+    threads: usize,
+    sizes: EngineConfig,
+) -> Engine {
     let options = LoadOptions {
         dtype: Some(dtype),
         isa: Some(isa),

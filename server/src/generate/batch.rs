@@ -124,7 +124,7 @@ impl<'a> Batch<'a> {
         {
             let next = self.source.next(self.running.is_empty());
             match next.with_context(|| format!("cannot read {}", self.source_name))? {
-                Next::Entry(entry) => self.add(entry),
+                Next::Entry(entry) => self.add(*entry),
                 Next::Later => break,
                 Next::End => self.source_ended = true,
             }
@@ -186,7 +186,7 @@ impl<'a> Batch<'a> {
             }
         }
         let done = self.tally.finished + self.tally.failed;
-        self.progress.update(done, self.tally.output_tokens());
+        self.progress.update(done, self.engine.stats().num_generated_tokens);
         Ok(())
     }
 

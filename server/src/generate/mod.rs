@@ -97,8 +97,9 @@ fn defaults(
     params.min_p = recommended.min_p.unwrap_or(params.min_p);
     params.top_k = match recommended.top_k {
         None | Some(-1) => 0,
-        Some(k) => u32::try_from(k)
-            .with_context(|| format!("generation_config.json: top_k is {k}; it must be -1 to {}", u32::MAX))?,
+        Some(k) => u32::try_from(k).with_context(|| {
+            format!("generation_config.json: top_k is {k}; it must be -1 to {}", u32::MAX)
+        })?,
     };
     if let Some(penalty) = recommended.repetition_penalty.filter(|&penalty| penalty != 1.0) {
         crate::report(&format!(

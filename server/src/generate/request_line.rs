@@ -86,9 +86,9 @@ impl<'de> Deserialize<'de> for Fields {
                         return Err(A::Error::custom(format!("field {name:?} is there twice")));
                     }
                     // Numbers out of range and NaN end here; the message names their field.
-                    let value = map.next_value().map_err(|e| {
-                        A::Error::custom(format!("field {}: {e}", shown(&name)))
-                    })?;
+                    let value = map
+                        .next_value()
+                        .map_err(|e| A::Error::custom(format!("field {}: {e}", shown(&name))))?;
                     fields.push((name, value));
                     // Quadratic above; no request has so many fields.
                     if fields.len() > 64 {

@@ -85,7 +85,8 @@ fn what_is_not_json_names_field_column_and_text() {
         assert!(error.contains(" at column 3") && error.contains(value), "{value}: {error}");
         assert!(!error.contains("line 1"), "{error}");
     }
-    let broken = ["", "{", "[]", "5", "null", "{\"prompt\": \"x\"} {}", "{\"prompt\" \"x\"}", "{1: 2}"];
+    let broken =
+        ["", "{", "[]", "5", "null", "{\"prompt\": \"x\"} {}", "{\"prompt\" \"x\"}", "{1: 2}"];
     for text in broken {
         let line = parse_line(text, &SamplingParams::default());
         let error = line.request.unwrap_err();

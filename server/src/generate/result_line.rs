@@ -71,9 +71,10 @@ pub fn result_line(
     output: &RequestOutput,
     tokenizer: &Tokenizer,
 ) -> Result<String, TextError> {
-    let logprobs = output.logprobs.as_ref().map(|all| {
-        all.iter().map(|one| position(one, tokenizer)).collect::<Result<Vec<_>, _>>()
-    });
+    let logprobs = output
+        .logprobs
+        .as_ref()
+        .map(|all| all.iter().map(|one| position(one, tokenizer)).collect::<Result<Vec<_>, _>>());
     let (prompt_tokens, completion_tokens) =
         (output.prompt_token_ids.len(), output.token_ids.len());
     let metrics = &output.metrics;

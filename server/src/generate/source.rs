@@ -28,7 +28,7 @@ pub struct Entry {
 /// What a source has to give.
 pub enum Next {
     /// A request.
-    Entry(Entry),
+    Entry(Box<Entry>),
     /// Nothing yet.
     Later,
     /// Nothing any more.
@@ -42,7 +42,7 @@ pub enum Source {
         /// From the reading thread.
         lines: Receiver<std::io::Result<Line>>,
         /// A regular file: its next line is always about to come.
-        prompt: bool,
+        is_file: bool,
         /// What lines do not say.
         defaults: SamplingParams,
     },
@@ -55,7 +55,7 @@ impl Source {
     pub fn lines(input: Box<dyn Read + Send>, is_file: bool, defaults: SamplingParams) -> Self {
         let (sender, lines) = sync_channel(READ_AHEAD);
         std::thread::spawn(move || send_lines(BufReader::new(input), &sender));
-        Source::Lines { lines, prompt: is_file, defaults }
+        Source::Lines { lines, is_file, defaults }
     }
 
     /// The next request. `idle`: there is nothing else to do, so it may wait a little.
@@ -67,12 +67,12 @@ impl Source {
             Source::Prompts(requests) => Ok(match requests.next() {
                 Some((i, request)) => {
                     let request = RequestLine { id: Value::Null, request: Ok(request) };
-                    Next::Entry(Entry { line: i as u64 + 1, end: 0, request })
+                    Next::Entry(Box::new(Entry { line: i as u64 + 1, end: 0, request }))
                 }
                 None => Next::End,
             }),
-            Source::Lines { lines, prompt, defaults } => {
-                let received = if idle || *prompt {
+            Source::Lines { lines, is_file, defaults } => {
+                let received = if idle || *is_file {
                     lines.recv_timeout(PATIENCE)
                 } else {
                     lines.try_recv().map_err(|e| match e {
@@ -81,7 +81,7 @@ impl Source {
                     })
                 };
                 match received {
-                    Ok(line) => line.map(|line| Next::Entry(line.parse(defaults))),
+                    Ok(line) => line.map(|line| Next::Entry(Box::new(line.parse(defaults)))),
                     Err(RecvTimeoutError::Timeout) => Ok(Next::Later),
                     Err(RecvTimeoutError::Disconnected) => Ok(Next::End),
                 }

@@ -41,11 +41,6 @@ impl Tally {
         self.tpot_ms.extend(output.metrics.tpot.map(milliseconds));
     }
 
-    /// Tokens generated so far.
-    pub fn output_tokens(&self) -> u64 {
-        self.output_tokens
-    }
-
     /// The summary of a run on `engine` that took `wall`.
     pub fn summary(&self, engine: &Engine, wall: Duration) -> Summary {
         let EngineStats { peak_blocks, num_preemptions, .. } = engine.stats();
@@ -157,9 +152,9 @@ fn percentile(sorted: &[f64], percent: usize) -> Option<f64> {
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
-/// Fractional milliseconds.
+/// Milliseconds, to the microsecond.
 pub fn milliseconds(duration: Duration) -> f64 {
-    duration.as_secs_f64() * 1e3
+    duration.as_micros() as f64 / 1e3
 }
 
 #[cfg(test)]

@@ -1,0 +1,396 @@
+//! The `quire` binary as users run it, on a tiny model.
+
+use serde_json::Value;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/data/goldens/llama-gqa");
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quire"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn quire(args: &[&str]) -> Output {
+    command(args).output().expect("the binary runs")
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).expect("UTF-8")
+}
+
+/// The one line that a command which cannot run prints.
+fn refusal(output: &Output) -> String {
+    let text = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert_eq!(stdout(output), "");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.starts_with("error: "), "{text}");
+    text
+}
+
+fn json_lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
+}
+
+fn write(dir: &TempDir, name: &str, content: impl AsRef<[u8]>) -> String {
+    let path = dir.path().join(name);
+    fs::write(&path, content).unwrap();
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+/// A copy of the model to break.
+fn model_copy() -> (TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    fs::create_dir(&model).unwrap();
+    for entry in fs::read_dir(MODEL).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), model.join(entry.file_name())).unwrap();
+    }
+    (dir, model)
+}
+
+#[test]
+fn prompts_stream_their_text() {
+    let flags = ["--max-tokens", "8", "--request-seed", "7", "--ignore-eos"];
+    let prompts = ["generate", MODEL, "--prompt", "One", "--prompt", "Two"];
+    let json = quire(&[&prompts[..], &flags, &["--json", "--logprobs", "2"]].concat());
+    assert_eq!(json.status.code(), Some(0), "{}", stderr(&json));
+    let results = json_lines(&stdout(&json));
+    assert_eq!(results.len(), 2);
+    let texts: Vec<&str> = results.iter().map(|r| r["text"].as_str().unwrap()).collect();
+    let shown = quire(&[&prompts[..], &flags].concat());
+    assert_eq!(
+        stdout(&shown),
+        format!("==> prompt 1 <==\n{}\n==> prompt 2 <==\n{}\n", texts[0], texts[1])
+    );
+    assert!(stderr(&shown).contains("output       16 tokens"), "{}", stderr(&shown));
+
+    let first = &results[0];
+    assert_eq!(first["token_ids"].as_array().unwrap().len(), 8);
+    assert_eq!(first["finish_reason"], "length");
+    assert_eq!(first["seed"], 7);
+    assert_eq!(first["usage"]["total_tokens"], 3 + 8);
+    assert_eq!(first["logprobs"].as_array().unwrap().len(), 8);
+    assert_eq!(first["logprobs"][0]["token_id"], first["token_ids"][0]);
+    assert_eq!(first["logprobs"][0]["top"].as_array().unwrap().len(), 2);
+    assert!(first["timings"]["ttft_ms"].as_f64().unwrap() > 0.0);
+    let summary = &json_lines(&stderr(&json))[0];
+    assert_eq!(summary["finished"], 2);
+    assert_eq!(summary["output_tokens"], 16);
+    assert!(summary["peak_kv_blocks"].as_u64().unwrap() >= 2);
+}
+
+#[test]
+fn a_prompt_that_is_too_long_fails_alone() {
+    let long = "x".repeat(300);
+    let output = quire(&["generate", MODEL, "--prompt", &long, "--prompt", "ok"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("error: prompt 1: prompt has 300 tokens"));
+    assert!(stdout(&output).starts_with("==> prompt 2 <==\n"));
+}
+
+#[test]
+fn bad_lines_become_results_and_order_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut input = String::new();
+    let mut expected = Vec::new();
+    for i in 0..40 {
+        let (line, error) = match i % 8 {
+            3 => ("not json".to_owned(), Some("not a valid request")),
+            5 => (format!("{{\"id\": {i}, \"prompt\": \"x\", \"top_p\": 2}}"), Some("top_p must")),
+            7 => {
+                let line = format!("{{\"id\": {i}, \"prompt\": \"{}\"}}", "y".repeat(400));
+                (line, Some("exceed the context of 256"))
+            }
+            // Later lines end before earlier ones.
+            _ => {
+                let tokens = 40 - i;
+                let line = format!("{{\"id\": {i}, \"prompt\": \"x\", \"max_tokens\": {tokens}}}");
+                (line, None)
+            }
+        };
+        input.push_str(&line);
+        input.push('\n');
+        expected.push((i, error));
+    }
+    let input = write(&dir, "in.jsonl", input);
+    let path = write(&dir, "out.jsonl", "old results");
+    let run =
+        quire(&["generate", MODEL, "--input", &input, "--output", &path, "--ignore-eos", "--json"]);
+    assert_eq!(run.status.code(), Some(1), "{}", stderr(&run));
+    assert_eq!(stdout(&run), "");
+    let results = json_lines(&fs::read_to_string(&path).unwrap());
+    assert_eq!(results.len(), expected.len());
+    for (result, (i, error)) in results.iter().zip(expected) {
+        match error {
+            Some(text) => {
+                assert_eq!(result["error"]["line"], i + 1);
+                let message = result["error"]["message"].as_str().unwrap();
+                assert!(message.contains(text), "{message}");
+            }
+            None => {
+                assert_eq!(result["id"], i);
+                assert_eq!(result["usage"]["completion_tokens"], 40 - i);
+            }
+        }
+    }
+    let errors = stderr(&run);
+    assert!(errors.contains(&format!("error: {input}:4: not a valid request")), "{errors}");
+    let summary: Value = serde_json::from_str(errors.lines().last().unwrap()).unwrap();
+    assert_eq!((&summary["finished"], &summary["failed"]), (&25.into(), &15.into()));
+}
+
+#[test]
+fn standard_input_to_standard_output() {
+    let mut child = command(&["generate", MODEL, "--input", "-", "--output", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let input = b"\n{\"id\": \"a\", \"prompt_token_ids\": [1, 2, 3], \"max_tokens\": 2}\n\xff\n";
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let results = json_lines(&stdout(&output));
+    assert_eq!(results.len(), 2);
+    assert_eq!(results[0]["id"], "a");
+    assert_eq!(results[1]["error"]["message"], "not UTF-8 at byte 1");
+    assert_eq!(results[1]["error"]["line"], 3);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn results_do_not_depend_on_preemption() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = (0..12).map(|i| format!("{{\"id\": {i}, \"prompt\": \"Line {i}\"}}\n"));
+    let input = write(&dir, "in.jsonl", lines.collect::<String>());
+    let flags = ["--max-tokens", "40", "--ignore-eos", "--json", "--max-model-len", "64"];
+    let run = |more: &[&str]| {
+        let output = quire(&[&["generate", MODEL, "--input", &input][..], &flags, more].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        let summary: Value = serde_json::from_str(stderr(&output).lines().last().unwrap()).unwrap();
+        let results = json_lines(&stdout(&output)).into_iter();
+        let tokens: Vec<_> = results.map(|r| (r["id"].clone(), r["token_ids"].clone())).collect();
+        (tokens, summary["preemptions"].as_u64().unwrap())
+    };
+    let (roomy, none) = run(&[]);
+    let (tight, some) = run(&["--num-blocks-override", "8", "--block-size", "8"]);
+    assert_eq!(none, 0);
+    assert!(some > 0);
+    assert_eq!(roomy, tight);
+}
+
+#[test]
+fn unusable_files_are_found_before_anything_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = write(&dir, "in.jsonl", "{\"prompt\": \"x\"}\n");
+    let folder = dir.path().to_str().unwrap();
+    let no_folder = format!("{folder}/none/out.jsonl");
+    let missing = format!("{folder}/missing");
+    for (args, text) in [
+        (vec!["--input", &input, "--output", &no_folder], no_folder.as_str()),
+        (vec!["--input", &input, "--output", folder], folder),
+        (vec!["--input", &missing], &missing),
+        (vec!["--input", folder], "it is a folder"),
+        (vec!["--input", &input, "--output", &input], "would overwrite the input"),
+        (vec!["--prompt", "x", "--temperature", "-1"], "temperature must be"),
+        (vec!["--prompt", "x", "--max-model-len", "999"], "max_model_len is 999"),
+        (vec!["--prompt", "x", "--kv-cache-memory", "12Q"], "--kv-cache-memory"),
+        (vec!["--prompt", "x", "--max-token", "3"], "--max-tokens"),
+        (vec!["--prompt", "x", "--threads", "0"], "threads"),
+    ] {
+        let error = refusal(&quire(&[&["generate", MODEL][..], &args].concat()));
+        assert!(error.contains(text), "{args:?}: {error}");
+    }
+    assert_eq!(fs::read_to_string(&input).unwrap(), "{\"prompt\": \"x\"}\n");
+}
+
+#[test]
+fn a_model_that_cannot_be_loaded_leaves_old_results_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = write(&dir, "in.jsonl", "{\"prompt\": \"x\"}\n");
+    let output = write(&dir, "out.jsonl", "old\n");
+    let args = ["--input", &input, "--output", &output];
+    let error = refusal(&quire(&[&["generate", "/no/such/model"][..], &args].concat()));
+    assert!(error.contains("/no/such/model"), "{error}");
+    assert_eq!(error.matches("No such file").count(), 1, "{error}");
+    assert_eq!(fs::read_to_string(&output).unwrap(), "old\n");
+}
+
+/// Breaks the model in a folder.
+type Breakage = fn(&Path);
+
+#[test]
+fn broken_models_are_refused_by_file() {
+    let breakages: [(&str, Breakage); 4] = [
+        ("model.safetensors", |model| cut(&model.join("model.safetensors"), 500_000)),
+        ("model.safetensors", |model| cut(&model.join("model.safetensors"), 100)),
+        ("tokenizer.json", |model| fs::remove_file(model.join("tokenizer.json")).unwrap()),
+        ("shard.safetensors", |model| {
+            fs::remove_file(model.join("model.safetensors")).unwrap();
+            let index = "{\"weight_map\": {\"lm_head.weight\": \"shard.safetensors\"}}";
+            fs::write(model.join("model.safetensors.index.json"), index).unwrap();
+        }),
+    ];
+    for (named, breakage) in breakages {
+        let (_dir, model) = model_copy();
+        breakage(&model);
+        let model = model.to_str().unwrap();
+        for args in [vec!["generate", model, "--prompt", "x"], vec!["info", model]] {
+            let error = refusal(&quire(&args));
+            assert!(error.contains(named), "{args:?}: {error}");
+        }
+    }
+}
+
+fn cut(path: &Path, len: u64) {
+    fs::OpenOptions::new().write(true).open(path).unwrap().set_len(len).unwrap();
+}
+
+#[test]
+fn info_says_what_a_model_takes() {
+    let args = ["info", MODEL, "--block-size", "32", "--num-blocks-override", "10"];
+    let output = quire(&[&args[..], &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(0));
+    let info = &json_lines(&stdout(&output))[0];
+    assert_eq!(info["architecture"], "LlamaForCausalLM");
+    assert_eq!(info["dtype"], "f32");
+    assert_eq!(info["backend"], "cpu");
+    assert_eq!(info["block_size"], 32);
+    assert_eq!(info["num_blocks"], 10);
+    // 3 layers × K and V × 2 heads × 64 × 4 bytes.
+    assert_eq!(info["kv_bytes_per_token"], 3072);
+    assert_eq!(info["kv_cache_bytes"], 10 * 32 * 3072);
+    let small = quire(&["info", MODEL, "--num-blocks-override", "4", "--dtype", "bf16"]);
+    let table = stdout(&small);
+    assert!(table.contains("KV per token        1536 bytes"), "{table}");
+    assert!(table.contains("max_model_len lowered from 256 to 64"), "{table}");
+}
+
+/// The golden file with one change to one tensor's bytes.
+fn changed_golden(dir: &TempDir, tensor: &str, change: impl Fn(&mut [u8])) -> String {
+    use safetensors::{SafeTensors, tensor::TensorView};
+    let bytes = fs::read(Path::new(MODEL).join("golden.safetensors")).unwrap();
+    let golden = SafeTensors::deserialize(&bytes).unwrap();
+    let mut data: Vec<u8> = golden.tensor(tensor).unwrap().data().to_vec();
+    change(&mut data);
+    let views = golden.tensors().into_iter().map(|(name, view)| {
+        let shape = view.shape().to_vec();
+        let bytes = if name == tensor { &data } else { view.data() };
+        (name, TensorView::new(view.dtype(), shape, bytes).unwrap())
+    });
+    write(dir, "golden.safetensors", safetensors::serialize(views, None).unwrap())
+}
+
+/// Adds to the float at `at`.
+fn add(at: usize, delta: f32) -> impl Fn(&mut [u8]) {
+    move |data| {
+        let bytes = &mut data[4 * at..4 * at + 4];
+        let value = f32::from_le_bytes(bytes.try_into().unwrap()) + delta;
+        bytes.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+#[test]
+fn verify_passes_on_every_backend_and_type() {
+    for args in [
+        &["--dtype", "f32"][..],
+        &["--dtype", "bf16"],
+        &["--dtype", "f32", "--block-size", "8", "--max-num-batched-tokens", "7"],
+        &["--backend", "reference"],
+        &["--isa", "portable", "--threads", "3"],
+    ] {
+        let output = quire(&[&["verify", MODEL][..], args].concat());
+        let text = stdout(&output);
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {text}{}", stderr(&output));
+        assert!(text.contains("passed: 5 of 5 sequences"), "{text}");
+    }
+}
+
+#[test]
+fn verify_finds_one_changed_logit_or_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let verify = |golden: &str| quire(&["verify", MODEL, "--golden", golden, "--json"]);
+    let within = verify(&changed_golden(&dir, "logits_2", add(17, 5e-4)));
+    assert_eq!(within.status.code(), Some(0), "{}", stdout(&within));
+
+    let differs = verify(&changed_golden(&dir, "logits_2", add(17, 0.01)));
+    assert_eq!(differs.status.code(), Some(1), "{}", stderr(&differs));
+    let report = &json_lines(&stdout(&differs))[0];
+    assert_eq!(report["passed"], false);
+    let passed: Vec<bool> =
+        (0..5).map(|i| report["sequences"][i]["passed"].as_bool().unwrap()).collect();
+    assert_eq!(passed, [true, true, false, true, true]);
+    let max = report["sequences"][2]["max_abs_diff"]["value"].as_f64().unwrap();
+    assert!((max - 0.01).abs() < 1e-3, "{max}");
+
+    // Any other token is further than the tolerance below the maximum.
+    let other = verify(&changed_golden(&dir, "greedy_1", |data| data[0] ^= 1));
+    assert_eq!(other.status.code(), Some(1));
+    let report = &json_lines(&stdout(&other))[0]["sequences"][1];
+    assert_eq!(report["generated_agree"], 0);
+    assert_eq!(report["decode_equals_prefill"], true);
+}
+
+#[test]
+fn verify_refuses_golden_files_that_do_not_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let verify = |golden: &str| refusal(&quire(&["verify", MODEL, "--golden", golden]));
+    let outside = verify(&changed_golden(&dir, "ids_2", |data| data[1] = 9));
+    assert!(outside.contains("`ids_2`") && outside.contains("vocabulary of 320"), "{outside}");
+    let nan = verify(&changed_golden(&dir, "logits_bf16_0", add(3, f32::NAN)));
+    assert!(nan.contains("`logits_bf16_0`: has NaN at [0, 3]"), "{nan}");
+    let path = changed_golden(&dir, "ids_0", |_| ());
+    cut(Path::new(&path), 1000);
+    assert!(verify(&path).contains("golden.safetensors: is not a safetensors file"));
+    let missing = dir.path().join("missing").display().to_string();
+    assert!(verify(&missing).contains(&missing));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_keeps_what_is_finished_in_order() {
+    use std::io::{BufRead, BufReader, Read};
+    let dir = tempfile::tempdir().unwrap();
+    // "a" and "b" end in the first step; what is between and after runs for many more.
+    let long = "{\"id\": \"long\", \"prompt\": \"x\", \"max_tokens\": 250}\n";
+    let short = |id| format!("{{\"id\": \"{id}\", \"prompt\": \"x\", \"max_tokens\": 1}}\n");
+    let lines = [short("a"), long.to_owned(), short("b"), long.repeat(300)].concat();
+    let input = write(&dir, "in.jsonl", lines);
+    let args = ["generate", MODEL, "--input", &input, "--ignore-eos", "--max-num-seqs", "4"];
+    let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut results = BufReader::new(child.stdout.take().unwrap());
+    let mut text = String::new();
+    results.read_line(&mut text).unwrap();
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    results.read_to_string(&mut text).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert!(stderr(&output).contains("error: interrupted; "), "{}", stderr(&output));
+    let ids: Vec<Value> = json_lines(&text).into_iter().map(|r| r["id"].clone()).collect();
+    assert_eq!(ids[0], "a");
+    assert!(ids.contains(&"b".into()), "{ids:?}");
+    assert!(ids.len() < 303, "the run was not cut off");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let mut child =
+        command(&["info", MODEL]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(stderr(&output), "");
+    assert_eq!(output.status.code(), Some(0));
+}
