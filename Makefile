@@ -13,7 +13,7 @@ help: ## list the targets
 
 run: fetch ## build quire and answer the prompts of examples/prompts.jsonl (another file: PROMPTS=…)
 	$(CARGO) build --release -p quire-server
-	$${CARGO_TARGET_DIR:-target}/release/quire generate $(MODEL) --input $(PROMPTS)
+	$${CARGO_TARGET_DIR:-target}/release/quire generate $(MODEL) --input $(PROMPTS) --format text
 
 test: fetch ## run all tests; the model they need is fetched once
 	$(CARGO) test --workspace

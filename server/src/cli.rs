@@ -2,7 +2,7 @@
 
 use crate::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Args, Parser, Subcommand};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use quire_engine::{DType, EngineConfig, SamplingParams};
 use quire_model_zoo::loader::Isa;
 use quire_model_zoo::{BackendKind, LoadOptions};
@@ -137,11 +137,23 @@ pub struct GenerateArgs {
     /// File for the results of --input, `-` for standard output
     #[arg(long, value_name = "FILE", conflicts_with = "prompt", default_value = "-")]
     pub output: PathBuf,
+    /// How the results of --input are written
+    #[arg(long, value_enum, conflicts_with = "prompt", default_value = "jsonl")]
+    pub format: Format,
     /// Results of --prompt as JSON lines; the summary as JSON
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+}
+
+/// How results are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// One JSON object a line
+    Jsonl,
+    /// The texts, to be read
+    Text,
 }
 
 /// Sampling parameters; for `--input`, what holds where a line does not say otherwise.

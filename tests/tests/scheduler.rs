@@ -377,10 +377,10 @@ fn a17_a_preempted_sequence_comes_before_newcomers() {
 fn a17_one_seat_serves_in_order_of_arrival() {
     let mut sim = Sim::new(config(1, 8, 8));
     let ids: Vec<SeqId> = (0..3).map(|i| sim.add(prompt(5, i), length(3)).unwrap()).collect();
-    for turn in 0..3 {
+    for (turn, id) in ids.into_iter().enumerate() {
         while sim.num_ended == turn {
             assert!(sim.step());
-            assert_eq!(sim.plan.scheduled[0].id, ids[turn]);
+            assert_eq!(sim.plan.scheduled[0].id, id);
         }
     }
     assert!(!sim.step());

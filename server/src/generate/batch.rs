@@ -9,9 +9,10 @@
 //! early, results that are there are written, in order, without the unfinished ones between.
 
 use super::progress::Progress;
-use super::result_line::{error_line, result_line};
+use super::result_line::{error_line, error_text, result_line, result_text};
 use super::source::{Entry, Next, Source};
 use super::summary::Tally;
+use crate::cli::Format;
 use crate::interrupt;
 use crate::output::{Output, OutputError};
 use anyhow::Context;
@@ -41,6 +42,7 @@ pub struct Batch<'a> {
     /// How errors name the source.
     source_name: String,
     output: Output,
+    format: Format,
     progress: Progress,
     slots: VecDeque<Slot>,
     /// Number of the first slot, counted from the start of the run.
@@ -57,7 +59,7 @@ impl<'a> Batch<'a> {
         engine: &'a mut Engine,
         source: Source,
         source_name: String,
-        output: Output,
+        (output, format): (Output, Format),
         progress: Progress,
     ) -> Self {
         Batch {
@@ -65,6 +67,7 @@ impl<'a> Batch<'a> {
             source,
             source_name,
             output,
+            format,
             progress,
             slots: VecDeque::new(),
             first_slot: 0,
@@ -154,7 +157,10 @@ impl<'a> Batch<'a> {
         } else if self.tally.failed == MAX_SHOWN_ERRORS + 1 {
             self.progress.report("note: further errors are in the results only");
         }
-        error_line(id, message, line)
+        match self.format {
+            Format::Jsonl => error_line(id, message, line),
+            Format::Text => error_text(id, message),
+        }
     }
 
     /// Makes the result line of a request that ended.
@@ -166,7 +172,10 @@ impl<'a> Batch<'a> {
             self.failed(&id, line, message)
         } else {
             self.tally.finished(output);
-            result_line(&id, output, &self.engine.text().tokenizer)?
+            match self.format {
+                Format::Jsonl => result_line(&id, output, &self.engine.text().tokenizer)?,
+                Format::Text => result_text(&id, output),
+            }
         };
         self.slots[at].done = Some(done);
         Ok(())

@@ -8,7 +8,7 @@ mod source;
 mod stream;
 mod summary;
 
-use crate::cli::GenerateArgs;
+use crate::cli::{Format, GenerateArgs};
 use crate::output::{Output, open_output, to_json};
 use crate::{Outcome, interrupt, load};
 use anyhow::Context;
@@ -51,13 +51,14 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
                 Some((path, file)) => Output::file(path, file)?,
                 None => Output::stdout(),
             };
-            input.batch(&mut engine, params, output)?.run()?
+            input.batch(&mut engine, params, (output, args.format))?.run()?
         }
         None if args.json => {
             let requests: Vec<Request> = requests().collect();
             let source = Source::Prompts(requests.into_iter().enumerate());
             let (name, progress) = ("prompt".to_owned(), Progress::hidden());
-            Batch::new(&mut engine, source, name, Output::stdout(), progress).run()?
+            let output = (Output::stdout(), Format::Jsonl);
+            Batch::new(&mut engine, source, name, output, progress).run()?
         }
         None => stream::stream(&mut engine, requests().collect(), Output::stdout())?,
     };
@@ -138,10 +139,10 @@ impl Input {
         self,
         engine: &mut Engine,
         params: SamplingParams,
-        output: Output,
+        output: (Output, Format),
     ) -> anyhow::Result<Batch<'_>> {
         // Two things that draw on one terminal would disturb each other.
-        let progress = if output.is_terminal() || !std::io::stderr().is_terminal() {
+        let progress = if output.0.is_terminal() || !std::io::stderr().is_terminal() {
             Progress::hidden()
         } else {
             Progress::new(self.length)

@@ -1,4 +1,4 @@
-//! One line of a JSONL output.
+//! One result: a line of JSONL, or a text to be read.
 
 use super::summary::milliseconds;
 use crate::output::to_json;
@@ -103,6 +103,23 @@ pub fn result_line(
 /// The line of a request that was refused or failed.
 pub fn error_line(id: &Value, message: &str, line: u64) -> String {
     to_json(&ErrorLine { id, error: ErrorDetail { message, line } })
+}
+
+/// A result to be read: a rule with the id, then the text.
+pub fn result_text(id: &Value, output: &RequestOutput) -> String {
+    let reason = output.finish_reason.name();
+    let title = format!("{} ({} tokens, {reason})", plain(id), output.token_ids.len());
+    format!("── {title}\n{}\n", output.text.trim())
+}
+
+/// The same for a request that was refused or failed.
+pub fn error_text(id: &Value, message: &str) -> String {
+    format!("── {}\nerror: {}\n", plain(id), crate::output::one_line(message))
+}
+
+/// A string without its quotes, anything else as JSON.
+fn plain(id: &Value) -> String {
+    id.as_str().map_or_else(|| id.to_string(), str::to_owned)
 }
 
 fn position(logprobs: &TokenLogprobs, tokenizer: &Tokenizer) -> Result<Position, TextError> {
