@@ -134,8 +134,7 @@ impl PagedBatch {
 /// Writes random keys and values for every position of one sequence.
 fn write_sequence(ctx: &Ctx, shape: &Shape, table: &[i32], random: &mut Random, kv: &mut KvCache) {
     let slot = |p: usize| {
-        table[p / shape.block_size] as i64 * shape.block_size as i64
-            + (p % shape.block_size) as i64
+        table[p / shape.block_size] as i64 * shape.block_size as i64 + (p % shape.block_size) as i64
     };
     let slots: Vec<i64> = (0..shape.context).map(slot).collect();
     let heads = shape.num_heads + 2 * shape.num_kv_heads;

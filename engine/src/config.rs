@@ -210,10 +210,7 @@ fn cgroup_memory_files() -> Vec<(String, String)> {
     // A limit on any ancestor applies.
     let mut group = own.trim_end_matches('/').to_string();
     loop {
-        files.push((
-            format!("{root}{group}/memory.max"),
-            format!("{root}{group}/memory.current"),
-        ));
+        files.push((format!("{root}{group}/memory.max"), format!("{root}{group}/memory.current")));
         match group.rfind('/') {
             Some(at) => group.truncate(at),
             None => return files,
@@ -267,7 +264,10 @@ mod tests {
         let cases = [
             (EngineConfig { max_num_seqs: 0, ..Default::default() }, "max_num_seqs is 0"),
             (EngineConfig { block_size: 24, ..Default::default() }, "block_size is 24"),
-            (EngineConfig { max_model_len: Some(257), ..Default::default() }, "max_model_len is 257"),
+            (
+                EngineConfig { max_model_len: Some(257), ..Default::default() },
+                "max_model_len is 257",
+            ),
             (
                 EngineConfig { num_blocks: Some(usize::MAX / 2), ..Default::default() },
                 "num_blocks is",

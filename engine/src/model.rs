@@ -31,12 +31,7 @@ pub struct ModelInfo {
 
 impl ModelInfo {
     /// The KV cache this model needs, with `num_blocks` blocks of `block_size` tokens.
-    pub fn kv_layout(
-        &self,
-        num_blocks: usize,
-        block_size: usize,
-        dtype: crate::DType,
-    ) -> KvLayout {
+    pub fn kv_layout(&self, num_blocks: usize, block_size: usize, dtype: crate::DType) -> KvLayout {
         KvLayout {
             num_layers: self.num_layers,
             num_blocks,

@@ -140,7 +140,11 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    fn rope(&mut self, spec: &DecoderSpec, positions: usize) -> Result<Rope<B::Vector>, ModelError> {
+    fn rope(
+        &mut self,
+        spec: &DecoderSpec,
+        positions: usize,
+    ) -> Result<Rope<B::Vector>, ModelError> {
         let inv_freq = spec.rope.inv_freq();
         let angles = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f64 * f));
         let (cos, sin): (Vec<f32>, Vec<f32>) =
@@ -183,7 +187,8 @@ impl<B: Backend> Decoder<B> {
     ) -> Result<Self, ModelError> {
         weights::check_weights(spec, source)?;
         let mut loader = Loader { backend, source, done: 0, progress };
-        let layers = (0..spec.num_layers).map(|i| loader.layer(spec, i)).collect::<Result<_, _>>()?;
+        let layers =
+            (0..spec.num_layers).map(|i| loader.layer(spec, i)).collect::<Result<_, _>>()?;
         let one = |name: &str| [name.to_owned()];
         Ok(Decoder {
             info: model_info(spec),

@@ -181,7 +181,9 @@ impl ModelFiles {
         let config = self.plan(options)?;
         let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
         let executor = match options.backend {
-            BackendKind::Reference => self.executor(ReferenceBackend::new(dtype), &config, progress)?,
+            BackendKind::Reference => {
+                self.executor(ReferenceBackend::new(dtype), &config, progress)?
+            }
             BackendKind::Cpu => {
                 let backend = CpuBackend::new(dtype, options.isa, options.threads)?;
                 self.executor(backend, &config, progress)?

@@ -199,7 +199,10 @@ impl Backend for ReferenceBackend {
         bias: Option<&Vec<f32>>,
         out: &mut RefTensor,
     ) {
-        assert_eq!((w.layout, x.kind, out.kind), (MatrixLayout::Plain, TensorKind::Compute, TensorKind::F32));
+        assert_eq!(
+            (w.layout, x.kind, out.kind),
+            (MatrixLayout::Plain, TensorKind::Compute, TensorKind::F32)
+        );
         assert_eq!(out.cols, w.n);
         out.resize(x.rows);
         for i in 0..x.rows {

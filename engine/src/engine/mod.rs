@@ -323,7 +323,8 @@ impl Engine {
 
 /// SplitMix64 of the engine's seed and the request's number (Steele, Lea, Flood, 2014).
 fn derived_seed(engine_seed: u64, request: u64) -> u64 {
-    let mut z = engine_seed.wrapping_add(request.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut z =
+        engine_seed.wrapping_add(request.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)

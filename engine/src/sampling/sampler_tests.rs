@@ -24,7 +24,8 @@ fn allowed_by_sort(logits: &[f32], row: &SamplingRow) -> Vec<u32> {
     let scaled: Vec<f32> = logits.iter().map(|x| x / row.temperature).collect();
     let max = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let p = |i: u32| f64::from(vecmath::exp(scaled[i as usize] - max));
-    let mut ids: Vec<u32> = (0..logits.len() as u32).filter(|&i| p(i) as f32 >= row.min_p).collect();
+    let mut ids: Vec<u32> =
+        (0..logits.len() as u32).filter(|&i| p(i) as f32 >= row.min_p).collect();
     ids.sort_by(|&a, &b| scaled[b as usize].total_cmp(&scaled[a as usize]));
     let with_ties = |ids: &mut Vec<u32>, n: usize| {
         let last = scaled[ids[n - 1] as usize];

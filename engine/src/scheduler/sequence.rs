@@ -81,8 +81,8 @@ impl Sequence {
     pub(super) fn finish_reason(&self) -> Option<FinishReason> {
         let n = self.output().len();
         let last = *self.tokens.last()?;
-        let stops = n >= self.rules.min_tokens
-            && self.rules.stop_token_ids.binary_search(&last).is_ok();
+        let stops =
+            n >= self.rules.min_tokens && self.rules.stop_token_ids.binary_search(&last).is_ok();
         if stops {
             Some(FinishReason::StopToken(last))
         } else {
