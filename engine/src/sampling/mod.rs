@@ -20,7 +20,7 @@ use std::ops::Range;
 pub struct SamplingRow {
     /// The row wants a token; otherwise only its logits are looked at.
     pub sample: bool,
-    /// Below [`params::GREEDY_BELOW`] the maximum is taken.
+    /// Below 1e-5 the maximum is taken.
     pub temperature: f32,
     /// 0 = off.
     pub top_k: u32,
