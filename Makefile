@@ -16,7 +16,7 @@ run: fetch ## build quire and answer the prompts of examples/prompts.jsonl (anot
 	$${CARGO_TARGET_DIR:-target}/release/quire generate $(MODEL) --input $(PROMPTS) --format text
 
 test: fetch ## run all tests; the model they need is fetched once
-	$(CARGO) test --workspace
+	QUIRE_TEST_MODEL=required $(CARGO) test --workspace
 
 bench: ## run the benchmarks
 	$(CARGO) bench --workspace

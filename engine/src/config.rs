@@ -3,6 +3,7 @@
 use crate::kv::BLOCK_SIZES;
 use crate::model::ModelInfo;
 use crate::ops::DType;
+use crate::sampling::DEFAULT_MAX_LOGPROBS;
 use crate::scheduler::SchedulerConfig;
 
 /// Most tokens a step may have.
@@ -26,6 +27,8 @@ pub struct EngineConfig {
     pub kv_cache_bytes: Option<usize>,
     /// Number of KV blocks, instead of `kv_cache_bytes`.
     pub num_blocks: Option<usize>,
+    /// Most log-probabilities a request may ask for at one position.
+    pub max_logprobs: u32,
     /// Seed of requests that bring none.
     pub seed: u64,
 }
@@ -39,6 +42,7 @@ impl Default for EngineConfig {
             block_size: 16,
             kv_cache_bytes: None,
             num_blocks: None,
+            max_logprobs: DEFAULT_MAX_LOGPROBS,
             seed: 0,
         }
     }
@@ -56,6 +60,14 @@ pub enum ConfigError {
         value: usize,
         /// What it must be.
         rule: String,
+    },
+    /// The weights alone exceed the memory there is.
+    #[error("the weights take {bytes} bytes; {available} bytes of memory are available")]
+    WeightsTooLarge {
+        /// What they take in the type asked for.
+        bytes: usize,
+        /// What there is.
+        available: usize,
     },
     /// The KV pool cannot hold one sequence.
     #[error(
@@ -82,6 +94,8 @@ pub struct ResolvedConfig {
     pub scheduler: SchedulerConfig,
     /// Bytes of the KV cache.
     pub kv_cache_bytes: usize,
+    /// Most log-probabilities a request may ask for at one position.
+    pub max_logprobs: u32,
     /// What was lowered and why, for the user to read.
     pub notes: Vec<String>,
 }
@@ -100,13 +114,19 @@ fn in_range(
 
 impl EngineConfig {
     /// Checks every value against the model and computes the rest. `available_bytes` is the
-    /// memory the process may still take.
+    /// memory the process may still take; weights come out of it first.
     pub fn resolve(
         &self,
         model: &ModelInfo,
         dtype: DType,
         available_bytes: usize,
     ) -> Result<ResolvedConfig, ConfigError> {
+        let weight_bytes = (model.num_parameters as usize).saturating_mul(dtype.size());
+        let available_bytes =
+            available_bytes.checked_sub(weight_bytes).ok_or(ConfigError::WeightsTooLarge {
+                bytes: weight_bytes,
+                available: available_bytes,
+            })?;
         in_range("max_num_seqs", self.max_num_seqs, 1..=MAX_SEQS)?;
         let tokens = self.max_num_batched_tokens;
         in_range("max_num_batched_tokens", tokens, 1..=MAX_BATCHED_TOKENS)?;
@@ -155,7 +175,12 @@ impl EngineConfig {
             block_size: self.block_size,
             num_blocks,
         };
-        Ok(ResolvedConfig { scheduler, kv_cache_bytes: num_blocks * block_bytes, notes })
+        Ok(ResolvedConfig {
+            scheduler,
+            kv_cache_bytes: num_blocks * block_bytes,
+            max_logprobs: self.max_logprobs,
+            notes,
+        })
     }
 
     fn num_blocks(
@@ -188,29 +213,48 @@ pub fn available_memory() -> Option<usize> {
         line.split_whitespace().nth(1)?.parse().ok()
     };
     let mut available = kib("MemAvailable:")?.checked_mul(1024)?;
-    for (limit, used) in cgroup_memory_files() {
+    for (limit, used, stat) in cgroup_memory_files() {
         let read = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
         if let (Some(limit), Some(used)) = (read(&limit), read(&used)) {
+            // Cached file pages, such as those of the model's own file, give way.
+            let used = used.saturating_sub(inactive_file_bytes(&stat).unwrap_or(0));
             available = available.min(limit.saturating_sub(used));
         }
     }
     Some(available)
 }
 
-/// (limit, usage) files of this process's control group, version 2 and version 1; inside a
+fn inactive_file_bytes(stat: &str) -> Option<usize> {
+    let stat = std::fs::read_to_string(stat).ok()?;
+    let line = |l: &str| {
+        l.strip_prefix("inactive_file ")
+            .or(l.strip_prefix("total_inactive_file "))?
+            .trim()
+            .parse()
+            .ok()
+    };
+    stat.lines().find_map(line)
+}
+
+/// (limit, usage, statistics) files of this process's control group, version 2 and version 1; inside a
 /// container the group is usually mounted as the root.
-fn cgroup_memory_files() -> Vec<(String, String)> {
+fn cgroup_memory_files() -> Vec<(String, String, String)> {
     let root = "/sys/fs/cgroup";
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let own = groups.lines().find_map(|l| l.strip_prefix("0::")).unwrap_or("/");
     let mut files = vec![(
         format!("{root}/memory/memory.limit_in_bytes"),
         format!("{root}/memory/memory.usage_in_bytes"),
+        format!("{root}/memory/memory.stat"),
     )];
     // A limit on any ancestor applies.
     let mut group = own.trim_end_matches('/').to_string();
     loop {
-        files.push((format!("{root}{group}/memory.max"), format!("{root}{group}/memory.current")));
+        files.push((
+            format!("{root}{group}/memory.max"),
+            format!("{root}{group}/memory.current"),
+            format!("{root}{group}/memory.stat"),
+        ));
         match group.rfind('/') {
             Some(at) => group.truncate(at),
             None => return files,

@@ -3,6 +3,7 @@
 use crate::config::{GenerationDefaults, read_config};
 use crate::decoder::{Decoder, DecoderLimits, model_info};
 use crate::error::LoadError;
+use crate::folder::ModelFolder;
 use crate::gguf::GgufFile;
 use crate::safetensors::SafetensorsSource;
 use crate::source::{SourceDtype, WeightSource};
@@ -19,6 +20,9 @@ use quire_engine::{DType, Engine, EngineConfig};
 use std::path::Path;
 
 pub use quire_engine::backend::Isa;
+
+/// Memory assumed where the system does not say what there is.
+const UNKNOWN_MEMORY_BYTES: usize = 8 << 30;
 
 /// Why a model cannot be opened or run.
 #[derive(Debug, thiserror::Error)]
@@ -110,8 +114,10 @@ impl ModelFiles {
     fn open_folder(path: &Path) -> Result<Self, ModelError> {
         let config = read_config(path)?;
         let source = SafetensorsSource::open(path)?;
+        let missing = || LoadError::malformed(path, "holds no tokenizer.json");
+        let tokenizer = ModelFolder::open(path)?.file("tokenizer.json")?.ok_or_else(missing)?;
         let text = TextConfig {
-            tokenizer: Tokenizer::from_file(&path.join("tokenizer.json"))?,
+            tokenizer: Tokenizer::from_file(&tokenizer)?,
             // tokenizer.json has a post-processor where the model wants BOS.
             prepend_bos: None,
             eos_token_ids: config.spec.eos.clone(),
@@ -164,8 +170,7 @@ impl ModelFiles {
     /// A limit does not fit the model or the memory of this machine.
     pub fn plan(&self, options: &LoadOptions) -> Result<ResolvedConfig, ModelError> {
         let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
-        // Where the system does not say, the allocator has the last word.
-        let available = available_memory().unwrap_or(isize::MAX as usize);
+        let available = available_memory().unwrap_or(UNKNOWN_MEMORY_BYTES);
         Ok(options.engine.resolve(&self.info(), dtype, available)?)
     }
 

@@ -3,6 +3,7 @@
 use crate::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use quire_engine::sampling::NumLogprobs;
 use quire_engine::{DType, EngineConfig, SamplingParams};
 use quire_model_zoo::loader::Isa;
 use quire_model_zoo::{BackendKind, LoadOptions};
@@ -21,7 +22,7 @@ pub struct Cli {
 #[derive(Subcommand)]
 pub enum Command {
     /// Continue prompts given on the command line or in a JSONL file
-    Generate(GenerateArgs),
+    Generate(Box<GenerateArgs>),
     /// Show a model's sizes and what running it here takes; no weights are read
     Info(InfoArgs),
     /// Compare a model's logits with recorded ones
@@ -59,6 +60,9 @@ struct EngineArgs {
     /// Number of KV blocks, instead of --kv-cache-memory
     #[arg(long, value_name = "N", conflicts_with = "kv_cache_memory")]
     num_blocks_override: Option<usize>,
+    /// Most log-probabilities a request may ask for at one position [default: 20]
+    #[arg(long, value_name = "N")]
+    max_logprobs: Option<u32>,
     /// Type of weights and KV: auto, f32 or bf16 [default: auto, f32 for f32 models, else bf16]
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     dtype: Option<Dtype>,
@@ -110,6 +114,7 @@ impl ModelArgs {
                 block_size: flags.block_size.unwrap_or(default.block_size),
                 kv_cache_bytes: flags.kv_cache_memory,
                 num_blocks: flags.num_blocks_override,
+                max_logprobs: flags.max_logprobs.unwrap_or(default.max_logprobs),
                 seed: flags.seed,
             },
         }
@@ -193,9 +198,27 @@ pub struct SamplingArgs {
     /// Go on after the model's end-of-sequence token
     #[arg(long)]
     ignore_eos: bool,
-    /// Report log-probabilities of each token and of the N most likely ones
+    /// Report log-probabilities of each token and of the N most likely ones; -1: of all
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
+    logprobs: Option<NumLogprobs>,
+    /// The same for the tokens of the prompt
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
+    prompt_logprobs: Option<NumLogprobs>,
+    /// Sequences to generate from each prompt [default: 1]
     #[arg(long, value_name = "N")]
-    logprobs: Option<u32>,
+    n: Option<usize>,
+    /// Taken off the logit of tokens in the output [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Taken off for each time a token is in the output [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// Weakens tokens of prompt and output when above 1 [default: the model's, else 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
+    /// Text that must not be generated; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    bad_words: Vec<String>,
     /// Keep special tokens in the text
     #[arg(long)]
     no_skip_special_tokens: bool,
@@ -208,6 +231,16 @@ fn parse_top_k(text: &str) -> Result<u32, String> {
     match text.parse::<i64>() {
         Ok(-1) => Ok(0),
         Ok(k) => u32::try_from(k).map_err(|_| "must be -1, 0 or a number of tokens".to_owned()),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn parse_logprobs(text: &str) -> Result<NumLogprobs, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(NumLogprobs::All),
+        Ok(n) => u32::try_from(n)
+            .map(NumLogprobs::Top)
+            .map_err(|_| "must be -1, 0 or a number of tokens".to_owned()),
         Err(e) => Err(e.to_string()),
     }
 }
@@ -226,6 +259,12 @@ impl SamplingArgs {
         set(self.min_p, &mut params.min_p);
         set(self.request_seed.map(Some), &mut params.seed);
         set(self.logprobs.map(Some), &mut params.logprobs);
+        set(self.prompt_logprobs.map(Some), &mut params.prompt_logprobs);
+        set(self.n, &mut params.n);
+        set(self.presence_penalty, &mut params.presence_penalty);
+        set(self.frequency_penalty, &mut params.frequency_penalty);
+        set(self.repetition_penalty, &mut params.repetition_penalty);
+        params.bad_words.extend_from_slice(&self.bad_words);
         params.stop.extend_from_slice(&self.stop);
         params.stop_token_ids.extend_from_slice(&self.stop_token_ids);
         params.include_stop_str_in_output |= self.include_stop_str_in_output;

@@ -31,12 +31,17 @@ pub fn data_dir() -> PathBuf {
 }
 
 /// The SmolLM2 model that `make fetch` puts in place; says so on standard error if it is absent.
+///
+/// # Panics
+/// It is absent and `QUIRE_TEST_MODEL` is set to `required`, as `make test` does.
 pub fn smollm2() -> Option<PathBuf> {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if path.exists() {
         return Some(path);
     }
+    let required = std::env::var_os("QUIRE_TEST_MODEL").is_some_and(|v| v == "required");
+    assert!(!required, "{} is absent; `make fetch` gets it", path.display());
     eprintln!("skipped: {} is absent; `make fetch` gets it", path.display());
     None
 }

@@ -20,7 +20,7 @@ pub struct Fingerprint {
 
 impl From<&RequestOutput> for Fingerprint {
     fn from(output: &RequestOutput) -> Self {
-        let logprobs = output.logprobs.iter().flatten().map(|at| {
+        let logprobs = output.prompt_logprobs.iter().chain(&output.logprobs).flatten().map(|at| {
             let all = std::iter::once(&at.sampled).chain(&at.top);
             all.map(|l| (l.token, l.logprob.to_bits())).collect()
         });

@@ -5,6 +5,7 @@ use crate::oracle::greedy;
 use crate::rng::Rng;
 use proptest::prelude::*;
 use proptest::sample::select;
+use quire_engine::sampling::NumLogprobs;
 use quire_engine::{Request, SamplingParams};
 
 /// A matrix product of odd and even sizes around the kernels' tile and panel widths.
@@ -38,7 +39,7 @@ pub fn attention() -> impl Strategy<Value = AttentionCase> {
     let head = (heads, select(vec![16usize, 64, 80, 96, 128, 256]))
         .prop_filter("few enough heads to read back", |((kv, group), d)| kv * group * d <= 768);
     let window = prop::option::of(prop_oneof![1..12u32, 200..300u32]);
-    let options = (select(vec![8usize, 16, 32, 64]), window, any::<bool>(), any::<bool>());
+    let options = (select(vec![8usize, 16, 32, 64, 256]), window, any::<bool>(), any::<bool>());
     (head, options, select(vec![2usize, 1]), chunks(), any::<u64>()).prop_map(
         |(head, options, rotated, seqs, seed)| {
             let ((num_kv_heads, group), head_dim) = head;
@@ -77,6 +78,8 @@ pub fn mixed_requests(n: usize, seed: u64) -> Vec<Request> {
     (0..n).map(|i| mixed_request(i, &mut Rng::named(seed, &format!("request {i}")))).collect()
 }
 
+const TOP_1: Option<NumLogprobs> = Some(NumLogprobs::Top(1));
+
 fn mixed_request(i: usize, rng: &mut Rng) -> Request {
     let len = match i % 16 {
         5 => 250 + rng.below(40),
@@ -88,16 +91,24 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
         seed: Some(rng.next_u64()),
         temperature: 0.7,
         ignore_eos: i.is_multiple_of(3),
-        logprobs: i.is_multiple_of(2).then_some(3),
+        logprobs: i.is_multiple_of(2).then_some(NumLogprobs::Top(3)),
         ..greedy(1 + rng.below(48))
     };
-    let params = match i % 8 {
+    let word = |text: &str| vec![text.to_owned()];
+    let params = match i % 16 {
         0 => SamplingParams { temperature: 0.0, ..base },
         1 => SamplingParams { temperature: 1.5, ..base },
         2 => SamplingParams { top_k: 5, ..base },
         3 => SamplingParams { top_p: 0.8, ..base },
         4 => SamplingParams { min_p: 0.1, top_k: 40, ..base },
         5 => SamplingParams { temperature: 0.0, min_tokens: 1, ..base },
+        7 => SamplingParams { repetition_penalty: 1.3, prompt_logprobs: TOP_1, ..base },
+        8 => SamplingParams { presence_penalty: 1.5, frequency_penalty: -0.5, ..base },
+        9 => SamplingParams { logit_bias: vec![(101, 4.0), (32, -100.0)], ..base },
+        10 => SamplingParams { allowed_token_ids: Some((97..123).collect()), ..base },
+        11 => SamplingParams { bad_words: word("e"), temperature: 0.0, ..base },
+        12 => SamplingParams { frequency_penalty: 2.0, temperature: 0.0, ..base },
+        13 => SamplingParams { prompt_logprobs: TOP_1, temperature: 0.0, ..base },
         6 => SamplingParams { stop: ["e", "ab", "\u{FFFD}"].map(str::to_owned).into(), ..base },
         _ => SamplingParams { stop_token_ids: (0..40).collect(), ..base },
     };

@@ -44,7 +44,7 @@ fn assert_passes(dir: &Path, options: &LoadOptions) {
 fn the_cpu_at_every_block_size_and_budget() {
     for dir in golden_dirs() {
         for dtype in DTYPES {
-            for block_size in [8, 16, 64] {
+            for block_size in [8, 16, 64, 256] {
                 for budget in [3, 16, 2048] {
                     assert_passes(&dir, &options(dtype, block_size, budget));
                 }

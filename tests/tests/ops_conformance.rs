@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use quire_engine::DType;
 use quire_engine::backend::{CpuBackend, ReferenceBackend};
 use quire_engine::ops::{Backend, MatrixLayout, TensorKind};
-use quire_engine::sampling::{SamplingBatch, SamplingRow};
+use quire_engine::sampling::{RowTarget, SamplingBatch, SamplingRow, SeenToken};
 use quire_tests::conformance::{self, AttentionCase, GemmCase, assert_bits};
 use quire_tests::fixtures::{Poison, every_path};
 use quire_tests::harness::{Harness, Rows, row_input};
@@ -129,7 +129,7 @@ proptest! {
         let logits = Rows::new(rng.floats(rows * vocab, 6.0), vocab);
         let batch = sampling_batch(rows, vocab, &mut rng);
         let want = conformance::sample(&mut reference(DType::F32), &logits, &batch);
-        prop_assert_eq!(want.len(), batch.rows.iter().filter(|row| row.sample).count());
+        prop_assert_eq!(want.len(), batch.rows.iter().filter(|r| r.target != RowTarget::Nothing).count());
         // The contract of the sampler is stronger than that of the ops: equal on every path.
         for (name, mut h) in cpus(DType::F32, 2).into_iter().chain(cpus(DType::Bf16, 1)) {
             prop_assert_eq!(&conformance::sample(&mut h, &logits, &batch), &want, "{}", name);
@@ -199,10 +199,15 @@ fn check_row_moves<B: Backend<KvCache: Poison>>(h: &mut Harness<B>, x: &Rows) {
 
 /// Rows of every kind: greedy, drawn, filtered, suppressed, not sampled.
 fn sampling_batch(rows: usize, vocab: usize, rng: &mut Rng) -> SamplingBatch {
-    let suppressed = vec![0, vocab as u32 / 2, 1_000_000];
+    let id = |x: usize| x.min(vocab.saturating_sub(1)) as u32;
+    let limit_id = |x: usize| id(x.min(vocab.saturating_sub(4)));
     let limit = if vocab > 8 { vocab - 3 } else { vocab };
     let row = |i: usize, rng: &mut Rng| SamplingRow {
-        sample: i % 7 != 6,
+        target: match i % 7 {
+            5 => RowTarget::Given(id(3)),
+            6 => RowTarget::Nothing,
+            _ => RowTarget::Sample,
+        },
         temperature: [0.0, 1.0, 0.01, 2.5][i % 4],
         top_k: [0, 0, 4, 1000][rng.below(4)],
         top_p: [1.0, 0.9, 0.3][rng.below(3)],
@@ -211,7 +216,23 @@ fn sampling_batch(rows: usize, vocab: usize, rng: &mut Rng) -> SamplingBatch {
         position: rng.below(1000) as u32,
         logprobs: [None, Some(0), Some(5)][rng.below(3)],
         suppressed: if rng.below(3) == 0 { 0..3 } else { 0..0 },
+        bias: 0..rng.below(3),
+        seen: 0..rng.below(3),
+        repetition_penalty: [1.0, 1.3][rng.below(2)],
+        presence_penalty: [0.0, -0.5][rng.below(2)],
+        frequency_penalty: [0.0, 0.25][rng.below(2)],
+        ..Default::default()
     };
     let rows = (0..rows).map(|i| row(i, rng)).collect();
-    SamplingBatch { rows, suppressed, vocab_limit: limit }
+    SamplingBatch {
+        rows,
+        ids: vec![0, vocab as u32 / 2, 1_000_000],
+        biases: vec![(limit_id(1), 2.5), (limit_id(2), -100.0)],
+        seen: vec![
+            SeenToken { token: limit_id(1), output_count: 2 },
+            SeenToken { token: limit_id(4), output_count: 0 },
+        ],
+        history: Vec::new(),
+        vocab_limit: limit,
+    }
 }

@@ -1,7 +1,8 @@
 //! The real model, SmolLM2-135M-Instruct in Q4_1: its greedy text is that of Hugging Face
 //! transformers on the same weights, and its tokens do not depend on the schedule.
 //!
-//! Without the model (`make fetch` gets it) these tests print a note and pass.
+//! Without the model (`make fetch` gets it) these tests pass without looking, unless `QUIRE_TEST_MODEL=required`
+//! is set, as `make test` does.
 
 use quire_engine::backend::Isa;
 use quire_engine::engine::Prompt;

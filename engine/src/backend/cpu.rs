@@ -1,12 +1,13 @@
 //! The CPU backend: the ops of `quire-kernels-cpu` over buffers allocated at load.
 //!
-//! A step allocates nothing, except the log-probabilities a request asked for.
+//! Activations and weights are allocated at load; a step allocates only the short lists of its
+//! sampled rows.
 
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
     QkvArgs, RowReader, TensorKind,
 };
-use crate::sampling::{SampleOutput, Sampler, SamplingBatch, sample_row};
+use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use bytemuck::{cast_slice, cast_slice_mut};
 use quire_kernels_cpu as kernels;
 use quire_kernels_cpu::{
@@ -193,9 +194,9 @@ impl Backend for CpuBackend {
             head_dim: layout.head_dim,
             dtype: self.kernel_dtype(),
         };
-        KvCache::new(shape).map_err(|e| BackendError::Unsupported {
-            backend: "cpu",
-            reason: format!("KV cache: {e}"),
+        KvCache::new(shape).map_err(|e| match e {
+            kernels::KvError::Alloc(e) => out_of_memory("the KV cache", e.bytes),
+            e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
         })
     }
 
@@ -325,15 +326,14 @@ impl Backend for CpuBackend {
             .floats_mut()
             .chunks_exact_mut(vocab)
             .zip(&batch.rows[rows])
-            .filter(|(_, row)| row.sample)
+            .filter(|(_, row)| row.target != RowTarget::Nothing)
             .map(|(logits, row)| Mutex::new((&mut logits[..batch.vocab_limit], row, None)))
             .collect();
         self.ctx.pool.for_each(items.len(), |worker, i| {
             let mut sampler = self.samplers[worker].lock().expect("one worker, one sampler");
             let mut item = items[i].lock().expect("one worker has the row");
             let (logits, row, out) = &mut *item;
-            let suppressed = &batch.suppressed[row.suppressed.clone()];
-            *out = Some(sample_row(&mut sampler, logits, row, suppressed));
+            *out = Some(sample_row(&mut sampler, logits, row, batch));
         });
         let done = items.into_iter().map(|m| m.into_inner().expect("no panic holds it").2);
         self.samples.extend(done.map(|out| out.expect("every row was sampled")));

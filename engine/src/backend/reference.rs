@@ -9,7 +9,7 @@ use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
     QkvArgs, RowReader, TensorKind,
 };
-use crate::sampling::{SampleOutput, Sampler, SamplingBatch, sample_row};
+use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use quire_kernels_cpu::Isa;
 use std::ops::Range;
 
@@ -349,10 +349,12 @@ impl Backend for ReferenceBackend {
         rows: Range<usize>,
     ) -> Result<(), BackendError> {
         let mut sampler = Sampler::new(Isa::Portable);
-        for (i, row) in batch.rows[rows].iter().enumerate().filter(|(_, row)| row.sample) {
-            let suppressed = &batch.suppressed[row.suppressed.clone()];
+        for (i, row) in batch.rows[rows].iter().enumerate() {
+            if row.target == RowTarget::Nothing {
+                continue;
+            }
             let logits = &mut logits.row_mut(i)[..batch.vocab_limit];
-            self.samples.push(sample_row(&mut sampler, logits, row, suppressed));
+            self.samples.push(sample_row(&mut sampler, logits, row, batch));
         }
         Ok(())
     }

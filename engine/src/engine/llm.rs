@@ -43,29 +43,38 @@ impl Llm {
         &mut self.engine
     }
 
-    /// Runs all requests together and returns their outputs in the order given.
+    /// Runs all requests together and returns their outputs in the order given; a request with
+    /// `n` sequences has `n` outputs, one after the other.
     pub fn generate(&mut self, requests: Vec<Request>) -> Result<Vec<RequestOutput>, LlmError> {
+        // Request → place of its first output.
         let mut places = HashMap::new();
+        let mut outputs: Vec<Option<RequestOutput>> = Vec::new();
         for (index, request) in requests.into_iter().enumerate() {
+            let n = request.params.n;
             match self.engine.add_request(request) {
-                Ok(id) => places.insert(id, index),
+                Ok(id) => places.insert(id, outputs.len()),
                 Err(source) => {
                     places.keys().for_each(|&id| drop(self.engine.abort(id)));
                     return Err(LlmError::Request { index, source });
                 }
             };
+            outputs.extend((0..n).map(|_| None));
         }
-        let mut outputs: Vec<Option<RequestOutput>> = places.iter().map(|_| None).collect();
         let bar = self.progress_bar(outputs.len());
         let mut tokens = 0;
         while self.engine.num_unfinished() > 0 {
-            for output in self.engine.step()?.finished {
+            let step = self.engine.step().inspect_err(|_| {
+                places.keys().for_each(|&id| drop(self.engine.abort(id)));
+            })?;
+            for output in step.finished {
+                // Requests that were added to the engine itself are not ours.
+                let Some(&place) = places.get(&output.request_id) else { continue };
                 tokens += output.token_ids.len();
                 bar.inc(1);
                 let rate = tokens as f64 / bar.elapsed().as_secs_f64();
                 bar.set_message(format!("{rate:.1} output tok/s"));
-                let index = places[&output.request_id];
-                outputs[index] = Some(output);
+                let place = place + output.index;
+                outputs[place] = Some(output);
             }
         }
         bar.finish_and_clear();

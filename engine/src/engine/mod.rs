@@ -1,12 +1,13 @@
 //! The engine: requests in, a synchronous step loop, outputs out.
 //!
 //! One [`Engine::step`]: schedule, prepare, execute, update, detokenise, stop check. A step
-//! either completes for all of its sequences or returns an error and changes no request.
-//! A bad row (NaN) ends its own request only.
+//! either completes for all of its sequences or fails as a whole; a failed step may be tried
+//! again. A bad row (NaN), or a token that cannot be decoded, ends its own request only.
 
 mod llm;
 mod output;
 mod request;
+mod rows;
 mod state;
 
 pub use llm::Llm;
@@ -18,12 +19,14 @@ pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
 use crate::config::{ConfigError, ResolvedConfig};
 use crate::model::ModelInfo;
 use crate::ops::{BackendError, BackendInfo};
-use crate::runner::{Executor, ExecutorOutput, RowRequest, StepInput, prepare};
-use crate::sampling::{RowError, SampleOutput};
+use crate::runner::{Executor, ExecutorOutput, StepInput, prepare};
+use crate::sampling::{LogitsProcessor, ParamLimits, RowError, RowTarget, SampleOutput};
 use crate::scheduler::{self, Scheduler, SchedulerConfig, SeqId, StepPlan};
-use crate::text::{TextError, Tokenizer};
+use crate::text::Tokenizer;
+use rows::{RowContext, RowPlan};
 use state::{RequestState, Step};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// A step could not be computed, or an engine not be made.
@@ -35,9 +38,6 @@ pub enum EngineError {
     /// The backend failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
-    /// The tokenizer failed on generated ids.
-    #[error(transparent)]
-    Text(#[from] TextError),
 }
 
 /// The tokenizer with what the model's files say of its special tokens.
@@ -73,8 +73,10 @@ pub struct Engine {
     seed: u64,
     scheduler: Scheduler,
     requests: HashMap<SeqId, RequestState>,
-    /// Live requests in order of arrival.
-    ids: BTreeMap<RequestId, SeqId>,
+    /// Live sequences of live requests, in order of arrival.
+    ids: BTreeMap<RequestId, Vec<SeqId>>,
+    processors: BTreeMap<String, Arc<dyn LogitsProcessor>>,
+    max_logprobs: u32,
     next_id: u64,
     stats: EngineStats,
     // Reused by every step.
@@ -98,12 +100,14 @@ impl Engine {
         let vocab = executor.model().vocab_size.min(text.tokenizer.vocab_size());
         input.sampling.vocab_limit = vocab;
         Engine {
+            max_logprobs: config.max_logprobs,
             scheduler: Scheduler::new(config.scheduler),
             executor,
             text,
             seed,
             requests: HashMap::new(),
             ids: BTreeMap::new(),
+            processors: BTreeMap::new(),
             next_id: 0,
             stats: EngineStats::default(),
             plan: StepPlan::default(),
@@ -166,10 +170,25 @@ impl Engine {
         Ok(ids)
     }
 
-    /// Checks a request and puts it at the end of the queue. Nothing changes on an error.
+    /// What parameters are checked against.
+    pub fn param_limits(&self) -> ParamLimits {
+        ParamLimits { vocab_size: self.vocab_size(), max_logprobs: self.max_logprobs }
+    }
+
+    /// Makes a processor available to requests under `name`, in place of one that had it.
+    pub fn register_logits_processor(
+        &mut self,
+        name: impl Into<String>,
+        processor: Arc<dyn LogitsProcessor>,
+    ) {
+        self.processors.insert(name.into(), processor);
+    }
+
+    /// Checks a request and puts its sequences at the end of the queue. Nothing changes on an
+    /// error.
     pub fn add_request(&mut self, request: Request) -> Result<RequestId, RequestError> {
         let arrival = Instant::now();
-        request.params.validate(self.vocab_size())?;
+        request.params.validate(&self.param_limits())?;
         let prompt = match &request.prompt {
             Prompt::Text(text) => self.encode(text)?,
             Prompt::Tokens(ids) => ids.clone(),
@@ -184,21 +203,63 @@ impl Engine {
             let min_tokens = request.params.min_tokens;
             return Err(RequestError::MinTokens { min_tokens, max_tokens });
         }
-        let stop_token_ids = self.stop_token_ids(&request);
+        let bad_words = self.bad_words(&request.params.bad_words)?;
+        let processor = self.processor(request.params.logits_processor.as_deref())?;
         let rules = scheduler::StopRules {
             max_tokens,
             min_tokens: request.params.min_tokens,
-            stop_token_ids: stop_token_ids.clone(),
+            stop_token_ids: self.stop_token_ids(&request),
         };
-        let seq = self.scheduler.add(prompt, rules)?;
         let id = RequestId(self.next_id);
-        self.next_id += 1;
         let seed = request.params.seed.unwrap_or_else(|| derived_seed(self.seed, id.0));
-        let state =
-            RequestState::new(id, request, seed, stop_token_ids, &self.text.tokenizer, arrival);
-        self.requests.insert(seq, state);
-        self.ids.insert(id, seq);
+        let mut seqs = Vec::with_capacity(request.params.n);
+        for index in 0..request.params.n {
+            // All are alike, so the first is refused or none is.
+            let seq = self.scheduler.add(prompt.clone(), rules.clone())?;
+            let context = RowContext {
+                prompt: &prompt,
+                seed: seed.wrapping_add(index as u64),
+                vocab_size: self.vocab_size(),
+                bad_words: bad_words.clone(),
+                processor: processor.clone(),
+                capture: request.capture_logits,
+            };
+            let rows = RowPlan::new(&request.params, context);
+            let tokenizer = &self.text.tokenizer;
+            let state = RequestState::new((id, index), &request, rows, tokenizer, arrival);
+            self.requests.insert(seq, state);
+            seqs.push(seq);
+        }
+        self.next_id += 1;
+        self.ids.insert(id, seqs);
         Ok(id)
+    }
+
+    /// Each word as tokens, as it is and, where that differs, after a space.
+    fn bad_words(&self, words: &[String]) -> Result<Vec<Vec<u32>>, RequestError> {
+        let mut all = Vec::new();
+        for word in words {
+            let word = word.trim_start();
+            for text in [word.to_owned(), format!(" {word}")] {
+                let ids = self.text.tokenizer.encode(&text, false)?;
+                if !ids.is_empty() && !all.contains(&ids) {
+                    all.push(ids);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn processor(
+        &self,
+        name: Option<&str>,
+    ) -> Result<Option<Arc<dyn LogitsProcessor>>, RequestError> {
+        let Some(name) = name else { return Ok(None) };
+        let found = self.processors.get(name).cloned();
+        found.map(Some).ok_or_else(|| RequestError::UnknownProcessor {
+            name: name.to_owned(),
+            known: self.processors.keys().cloned().collect::<Vec<_>>().join(", "),
+        })
     }
 
     /// Sorted ids that end `request`.
@@ -212,13 +273,17 @@ impl Engine {
         ids
     }
 
-    /// Ends a live request; its blocks are free when this returns. `None`: no such request.
-    pub fn abort(&mut self, id: RequestId) -> Option<RequestOutput> {
-        let seq = *self.ids.get(&id)?;
-        Some(self.finish(seq, FinishReason::Abort, None))
+    /// Ends the live sequences of a request; their blocks are free when this returns. Empty: no
+    /// such request, or it has ended.
+    pub fn abort(&mut self, id: RequestId) -> Vec<RequestOutput> {
+        let seqs = self.ids.get(&id).cloned().unwrap_or_default();
+        seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None)).collect()
     }
 
     /// Computes one step and returns what it brought; empty when nothing is left to do.
+    ///
+    /// # Errors
+    /// The backend failed. No token was taken; the next call plans the same tokens again.
     pub fn step(&mut self) -> Result<StepOutput, EngineError> {
         let mut out = StepOutput::default();
         self.scheduler.schedule(&mut self.plan);
@@ -232,42 +297,64 @@ impl Engine {
             self.requests.get_mut(&s.id).expect("a request a sequence").scheduled(now);
         }
         let requests = &self.requests;
-        let wanted = |id: SeqId, seq: &scheduler::Sequence| -> RowRequest<'_> {
-            requests[&id].row_request(seq.output().len())
-        };
-        prepare(&self.plan, &self.scheduler, wanted, &mut self.input);
+        prepare(&self.plan, &self.scheduler, |id| &requests[&id].rows, &mut self.input);
         self.results.samples.clear();
         self.results.captured.clear();
         let StepInput { forward, sampling, capture, .. } = &self.input;
         self.executor.execute(forward, sampling, capture, &mut self.results)?;
         self.stats.num_steps += 1;
         self.stats.num_computed_tokens += self.input.forward.num_tokens() as u64;
-        self.finish_step(&mut out)?;
+        self.finish_step(&mut out);
         Ok(out)
     }
 
     /// Applies the results of a step to scheduler and requests.
-    fn finish_step(&mut self, out: &mut StepOutput) -> Result<(), EngineError> {
+    fn finish_step(&mut self, out: &mut StepOutput) {
         let now = Instant::now();
         for (row, logits) in self.results.captured.drain(..) {
             let (seq, position) = self.input.owners[row];
             self.requests.get_mut(&seq).expect("owner").captured(position, logits);
         }
-        let mut samples = std::mem::take(&mut self.results.samples);
+        let mut samples = std::mem::take(&mut self.results.samples).into_iter();
+        let mut sampled = Vec::new();
+        let mut failed: Vec<(SeqId, RowError)> = Vec::new();
+        for (row, &(seq, position)) in self.input.sampling.rows.iter().zip(&self.input.owners) {
+            if row.target == RowTarget::Nothing {
+                continue;
+            }
+            let sample = samples.next().expect("one answer a row");
+            if row.target == RowTarget::Sample {
+                sampled.push(sample);
+                continue;
+            }
+            match sample.token {
+                Ok(_) => {
+                    let state = self.requests.get_mut(&seq).expect("owner");
+                    let logprobs = sample.logprobs.expect("a given token comes with its logprob");
+                    state.prompt_logprobs(position, logprobs);
+                }
+                Err(error) => failed.push((seq, error)),
+            }
+        }
         let mut ended = Vec::new();
         // A failed row still needs a token to account for; the request ends below without it.
-        let tokens = samples.iter().map(|s| s.token.unwrap_or(0));
+        let tokens = sampled.iter().map(|s| s.token.unwrap_or(0));
         self.scheduler.update(&self.plan, tokens, &mut ended);
-        self.stats.num_generated_tokens += samples.len() as u64;
+        self.stats.num_generated_tokens += sampled.len() as u64;
         let mut ended = ended.into_iter().peekable();
-        let sampling = self.plan.scheduled.iter().filter(|s| s.samples).map(|s| s.id);
-        let sampling: Vec<SeqId> = sampling.collect();
-        for (seq, sample) in sampling.into_iter().zip(samples.drain(..)) {
-            let reason = ended.next_if(|(id, _)| *id == seq).map(|(_, reason)| reason);
-            self.apply_sample(seq, sample, reason, now, out)?;
+        let mut sampled = sampled.into_iter();
+        let plan = std::mem::take(&mut self.plan);
+        for s in &plan.scheduled {
+            let sample = s.samples.then(|| sampled.next().expect("one token a sequence"));
+            let reason = ended.next_if(|(id, _)| *id == s.id).map(|(_, reason)| reason);
+            if let Some(&(_, error)) = failed.iter().find(|(id, _)| *id == s.id) {
+                let reason = FinishReason::Error(error.to_string());
+                out.finished.push(self.finish(s.id, reason, sample.map(|_| error)));
+            } else if let Some(sample) = sample {
+                self.apply_sample(s.id, sample, reason, now, out);
+            }
         }
-        self.results.samples = samples;
-        Ok(())
+        self.plan = plan;
     }
 
     fn apply_sample(
@@ -277,22 +364,25 @@ impl Engine {
         ended: Option<scheduler::FinishReason>,
         now: Instant,
         out: &mut StepOutput,
-    ) -> Result<(), EngineError> {
+    ) {
         let state = self.requests.get_mut(&seq).expect("a request a sequence");
         let token = match sample.token {
             Ok(token) => token,
             Err(error) => {
                 let reason = FinishReason::Error(error.to_string());
                 out.finished.push(self.finish(seq, reason, Some(error)));
-                return Ok(());
+                return;
             }
         };
-        let Step { delta, finish } = state.token(token, sample.logprobs, ended, now)?;
+        let step = state.token(token, sample.logprobs, ended, now);
+        let Step { delta, finish } = step.unwrap_or_else(|error| Step {
+            delta: None,
+            finish: Some(FinishReason::Error(error.to_string())),
+        });
         out.deltas.extend(delta);
         if let Some(reason) = finish {
             out.finished.push(self.finish(seq, reason, None));
         }
-        Ok(())
     }
 
     /// Takes a request out of scheduler and tables. After a failed row its last token is not one.
@@ -303,7 +393,11 @@ impl Engine {
         failed: Option<RowError>,
     ) -> RequestOutput {
         let state = self.requests.remove(&seq).expect("a request a sequence");
-        self.ids.remove(&state.id());
+        let live = self.ids.get_mut(&state.id).expect("a live request");
+        live.retain(|&s| s != seq);
+        if live.is_empty() {
+            self.ids.remove(&state.id);
+        }
         let mut sequence = self.scheduler.finish(seq);
         if failed.is_some() {
             sequence.tokens.pop();
@@ -314,7 +408,7 @@ impl Engine {
     /// Asserts the invariants of scheduler, pool and request tables; for tests.
     pub fn check_integrity(&self) {
         self.scheduler.check_integrity();
-        assert_eq!(self.requests.len(), self.ids.len());
+        assert_eq!(self.requests.len(), self.ids.values().map(Vec::len).sum::<usize>());
         if self.ids.is_empty() {
             assert_eq!(self.num_held_blocks(), 0, "an idle engine holds blocks");
         }

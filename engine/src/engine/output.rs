@@ -60,6 +60,8 @@ pub struct RequestMetrics {
 pub struct RequestDelta {
     /// The request.
     pub request_id: RequestId,
+    /// Which of its `n` sequences.
+    pub index: usize,
     /// Text that is certain now; may be empty.
     pub text: String,
     /// The new token.
@@ -68,11 +70,13 @@ pub struct RequestDelta {
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// A request that has ended.
+/// A sequence of a request that has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestOutput {
     /// The request.
     pub request_id: RequestId,
+    /// Which of its `n` sequences.
+    pub index: usize,
     /// The prompt as ids.
     pub prompt_token_ids: Vec<u32>,
     /// The whole output as text.
@@ -81,6 +85,8 @@ pub struct RequestOutput {
     pub token_ids: Vec<u32>,
     /// One entry for each of `token_ids`, where asked for.
     pub logprobs: Option<Vec<TokenLogprobs>>,
+    /// One entry for each of `prompt_token_ids` but the first, where asked for.
+    pub prompt_logprobs: Option<Vec<TokenLogprobs>>,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// What stopped it.

@@ -93,4 +93,12 @@ pub enum RequestError {
         /// Possible.
         max_tokens: usize,
     },
+    /// No logits processor of this name is registered.
+    #[error("logits_processor {name:?} is not registered; registered: {known}")]
+    UnknownProcessor {
+        /// The name asked for.
+        name: String,
+        /// Those there are.
+        known: String,
+    },
 }

@@ -1,25 +1,25 @@
 //! A live request: its text so far, its clock, what it wants of the sampler.
 
+use super::rows::RowPlan;
 use super::{FinishReason, Request, RequestDelta, RequestId, RequestMetrics, RequestOutput};
 use super::{StopReason, output};
-use crate::runner::RowRequest;
-use crate::sampling::{SamplingRow, TokenLogprobs};
+use crate::sampling::TokenLogprobs;
 use crate::scheduler::{self, Sequence};
 use crate::text::{OutputText, OutputTextOptions, TextError, Tokenizer};
 use std::time::Instant;
 
+/// One of the sequences of a request.
 pub(super) struct RequestState {
-    id: RequestId,
-    row: SamplingRow,
-    min_tokens: usize,
-    stop_token_ids: Vec<u32>,
+    pub(super) id: RequestId,
+    index: usize,
+    pub(super) rows: RowPlan,
     stops: Vec<String>,
     include_stop: bool,
     stream: bool,
-    capture: bool,
     output: OutputText,
     text: String,
     logprobs: Option<Vec<TokenLogprobs>>,
+    prompt_logprobs: Option<Vec<TokenLogprobs>>,
     stop_reason: Option<StopReason>,
     logits: Vec<Vec<f32>>,
     arrival: Instant,
@@ -35,15 +35,15 @@ pub(super) struct Step {
 }
 
 impl RequestState {
+    /// Sequence `index` of `request`.
     pub(super) fn new(
-        id: RequestId,
-        request: Request,
-        seed: u64,
-        stop_token_ids: Vec<u32>,
+        (id, index): (RequestId, usize),
+        request: &Request,
+        rows: RowPlan,
         tokenizer: &Tokenizer,
         arrival: Instant,
     ) -> Self {
-        let params = request.params;
+        let params = &request.params;
         let output = OutputText::new(
             tokenizer,
             &OutputTextOptions {
@@ -56,47 +56,21 @@ impl RequestState {
         );
         RequestState {
             id,
-            row: SamplingRow {
-                sample: true,
-                temperature: params.effective_temperature(),
-                top_k: params.top_k,
-                top_p: if params.top_p == 0.0 { 1.0 } else { params.top_p },
-                min_p: params.min_p,
-                seed,
-                position: 0,
-                logprobs: params.logprobs,
-                suppressed: 0..0,
-            },
-            min_tokens: params.min_tokens,
-            stop_token_ids,
-            stops: params.stop,
+            index,
+            rows,
+            stops: params.stop.clone(),
             include_stop: params.include_stop_str_in_output,
             stream: request.stream,
-            capture: request.capture_logits,
             output,
             text: String::new(),
             logprobs: params.logprobs.map(|_| Vec::new()),
+            prompt_logprobs: params.prompt_logprobs.map(|_| Vec::new()),
             stop_reason: None,
             logits: Vec::new(),
             arrival,
             first_scheduled: None,
             first_token: None,
             last_token: None,
-        }
-    }
-
-    pub(super) fn id(&self) -> RequestId {
-        self.id
-    }
-
-    /// What the request wants of a step that samples its output token number `num_output`.
-    pub(super) fn row_request(&self, num_output: usize) -> RowRequest<'_> {
-        let early = num_output < self.min_tokens;
-        RowRequest {
-            row: &self.row,
-            suppressed: if early { &self.stop_token_ids } else { &[] },
-            // What a preempted request has handed out is not handed out again.
-            capture_from: self.capture.then_some(self.logits.len()),
         }
     }
 
@@ -107,6 +81,16 @@ impl RequestState {
     pub(super) fn captured(&mut self, position: usize, logits: Vec<f32>) {
         assert_eq!(position, self.logits.len(), "logits come once, in order");
         self.logits.push(logits);
+        // What a preempted request has handed out is not handed out again.
+        self.rows.capture_from = Some(self.logits.len());
+    }
+
+    /// Takes the log-probability of the prompt's token after `position`.
+    pub(super) fn prompt_logprobs(&mut self, position: usize, logprobs: TokenLogprobs) {
+        let all = self.prompt_logprobs.as_mut().expect("asked for");
+        assert_eq!(position, all.len(), "prompt logprobs come once, in order");
+        all.push(logprobs);
+        self.rows.next_prompt_row = all.len();
     }
 
     /// Takes the next token. `ended`: what the scheduler made of it.
@@ -119,8 +103,10 @@ impl RequestState {
     ) -> Result<Step, TextError> {
         self.first_token.get_or_insert(now);
         self.last_token = Some(now);
-        if let (Some(all), Some(one)) = (&mut self.logprobs, &logprobs) {
-            all.push(one.clone());
+        self.rows.token(token_id);
+        let streamed = if self.stream { logprobs.clone() } else { None };
+        if let Some(all) = &mut self.logprobs {
+            all.extend(logprobs);
         }
         let mut finish = ended.map(|reason| match reason {
             scheduler::FinishReason::StopToken(id) => {
@@ -147,9 +133,10 @@ impl RequestState {
         self.text.push_str(&delta.text);
         let delta = self.stream.then_some(RequestDelta {
             request_id: self.id,
+            index: self.index,
             text: delta.text,
             token_id,
-            logprobs,
+            logprobs: streamed,
         });
         Ok(Step { delta, finish })
     }
@@ -175,13 +162,15 @@ impl RequestState {
         };
         output::RequestOutput {
             request_id: self.id,
+            index: self.index,
             prompt_token_ids: sequence.tokens,
             text: self.text,
             token_ids,
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             finish_reason,
             stop_reason: self.stop_reason,
-            seed: self.row.seed,
+            seed: self.rows.seed(),
             metrics: RequestMetrics {
                 queue: self.first_scheduled.map(since),
                 ttft: self.first_token.map(since),

@@ -241,8 +241,8 @@ pub trait Backend: Sized + Send + 'static {
         out: &mut Self::Tensor,
     );
 
-    /// Samples one token for each row of `logits[R', vocab]` by `batch.rows[rows]`; the ids stay
-    /// with the backend. `logits` is scratch afterwards.
+    /// Answers each row of `logits[R', vocab]` that has a target, by `batch.rows[rows]`; the ids
+    /// stay with the backend. `logits` is scratch afterwards.
     fn sample(
         &mut self,
         logits: &mut Self::Tensor,

@@ -6,7 +6,7 @@
 
 mod prepare;
 
-pub use prepare::{RowRequest, StepInput, prepare};
+pub use prepare::{RowSource, StepInput, prepare};
 
 use crate::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
 use crate::ops::{Backend, BackendError, BackendInfo, ForwardInput, KvLayout};

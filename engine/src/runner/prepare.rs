@@ -1,7 +1,7 @@
 //! Builds a step's input from its plan.
 
 use crate::ops::ForwardInput;
-use crate::sampling::{SamplingBatch, SamplingRow};
+use crate::sampling::SamplingBatch;
 use crate::scheduler::{Scheduler, SeqId, Sequence, StepPlan};
 
 /// Everything the executor needs for a step; the arrays live across steps.
@@ -17,22 +17,26 @@ pub struct StepInput {
     pub owners: Vec<(SeqId, usize)>,
 }
 
-/// What a request wants of its rows.
-#[derive(Clone, Debug)]
-pub struct RowRequest<'a> {
-    /// Template; `sample`, `position` and `suppressed` are filled in for each row.
-    pub row: &'a SamplingRow,
-    /// Ids that must not be sampled this step.
-    pub suppressed: &'a [u32],
-    /// Capture the logits of every position from this one on.
-    pub capture_from: Option<usize>,
+/// What a sequence's request wants of its logits.
+pub trait RowSource {
+    /// Whether the logits at `position` are wanted, besides the last one's, which samples.
+    fn wants(&self, position: usize) -> bool;
+
+    /// Appends the row of `position` to `batch`; true: hand out its logits as well.
+    fn push_row(
+        &self,
+        sequence: &Sequence,
+        position: usize,
+        samples: bool,
+        batch: &mut SamplingBatch,
+    ) -> bool;
 }
 
-/// Fills `out` for `plan`; `request` says what the owner of a sequence wants.
-pub fn prepare<'a>(
+/// Fills `out` for `plan`; `request` is the owner of a sequence.
+pub fn prepare<'a, R: RowSource + 'a>(
     plan: &StepPlan,
     scheduler: &Scheduler,
-    request: impl Fn(SeqId, &Sequence) -> RowRequest<'a>,
+    request: impl Fn(SeqId) -> &'a R,
     out: &mut StepInput,
 ) {
     let block_size = scheduler.config().block_size;
@@ -45,9 +49,16 @@ pub fn prepare<'a>(
     out.owners.clear();
     for s in &plan.scheduled {
         let seq = scheduler.sequence(s.id);
+        let source = request(s.id);
         let end = s.start + s.num_scheduled_tokens;
-        let first = input.token_ids.len();
         for position in s.start..end {
+            let samples = s.samples && position == end - 1;
+            if samples || source.wants(position) {
+                input.logits_indices.push(input.token_ids.len() as u32);
+                let capture = source.push_row(seq, position, samples, &mut out.sampling);
+                out.capture.push(capture);
+                out.owners.push((s.id, position));
+            }
             let block = seq.blocks[position / block_size].0 as usize;
             input.token_ids.push(seq.tokens[position]);
             input.positions.push(position as u32);
@@ -57,25 +68,5 @@ pub fn prepare<'a>(
         input.seq_lens.push(end as i32);
         input.block_table.extend(seq.blocks.iter().map(|b| b.0 as i32));
         input.block_table.resize(input.seq_lens.len() * max_blocks, -1);
-
-        let wanted = request(s.id, seq);
-        let from = wanted.capture_from.unwrap_or(end).max(s.start);
-        let from = if s.samples { from.min(end - 1) } else { from };
-        for position in from..end {
-            let samples = s.samples && position == end - 1;
-            input.logits_indices.push((first + position - s.start) as u32);
-            let suppressed = out.sampling.suppressed.len();
-            if samples {
-                out.sampling.suppressed.extend_from_slice(wanted.suppressed);
-            }
-            out.sampling.rows.push(SamplingRow {
-                sample: samples,
-                position: position as u32 + 1,
-                suppressed: suppressed..out.sampling.suppressed.len(),
-                ..wanted.row.clone()
-            });
-            out.capture.push(wanted.capture_from.is_some_and(|c| position >= c));
-            out.owners.push((s.id, position));
-        }
     }
 }

@@ -6,12 +6,60 @@ use std::fmt::Display;
 pub(crate) const GREEDY_BELOW: f32 = 1e-5;
 /// Temperatures between greedy and this are raised to it: dividing by less overflows.
 const MIN_TEMPERATURE: f32 = 0.01;
-/// Most log-probabilities a request may ask for at one position.
-pub const MAX_LOGPROBS: u32 = 20;
+/// Most log-probabilities a request may ask for at one position, unless the engine is configured
+/// otherwise.
+pub const DEFAULT_MAX_LOGPROBS: u32 = 20;
+/// Most sequences one request may ask for.
+pub const MAX_N: usize = 1024;
+/// `logit_bias` is clamped to ± this.
+const MAX_LOGIT_BIAS: f32 = 100.0;
+/// Most bad words of a request.
+pub const MAX_BAD_WORDS: usize = 1024;
+/// Most bytes of one bad word.
+pub const MAX_BAD_WORD_BYTES: usize = 1024;
+
+/// How many of the most likely tokens to report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NumLogprobs {
+    /// This many, besides the token itself.
+    Top(u32),
+    /// The whole vocabulary (written as -1).
+    All,
+}
+
+impl NumLogprobs {
+    /// The number, for a vocabulary of `vocab_size`.
+    pub fn resolve(self, vocab_size: usize) -> u32 {
+        match self {
+            NumLogprobs::Top(n) => n.min(vocab_size as u32),
+            NumLogprobs::All => vocab_size as u32,
+        }
+    }
+}
+
+impl Display for NumLogprobs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            NumLogprobs::Top(n) => n.fmt(f),
+            NumLogprobs::All => f.write_str("-1"),
+        }
+    }
+}
+
+/// What [`SamplingParams::validate`] checks against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParamLimits {
+    /// Ids that may be sampled are below this.
+    pub vocab_size: usize,
+    /// Most log-probabilities at one position.
+    pub max_logprobs: u32,
+}
 
 /// Sampling parameters under the field's usual names. [`SamplingParams::validate`] checks them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
+    /// Sequences to generate from the prompt, sample `i` with seed + i; 1 when greedy.
+    pub n: usize,
     /// Tokens to generate at most; `None`: the rest of the context.
     pub max_tokens: Option<usize>,
     /// Until this many tokens are generated, EOS and stop ids are not sampled and stop strings
@@ -25,6 +73,20 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Keep tokens at least this fraction as likely as the most likely one.
     pub min_p: f32,
+    /// Subtracted from the logit of every token in the output so far.
+    pub presence_penalty: f32,
+    /// Subtracted once for each time a token is in the output so far.
+    pub frequency_penalty: f32,
+    /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
+    pub repetition_penalty: f32,
+    /// Strings that must not be generated, with or without a space before them.
+    pub bad_words: Vec<String>,
+    /// Only these tokens may be sampled.
+    pub allowed_token_ids: Option<Vec<u32>>,
+    /// Added to the logits of these tokens, clamped to ±100.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Name of a processor registered with [`crate::Engine::register_logits_processor`].
+    pub logits_processor: Option<String>,
     /// Seed of the draws; `None`: one made from the engine's seed and the request's number.
     pub seed: Option<u64>,
     /// Strings that end the output.
@@ -36,7 +98,9 @@ pub struct SamplingParams {
     /// Do not stop at the model's EOS.
     pub ignore_eos: bool,
     /// Log-probabilities of the sampled token and this many best ones.
-    pub logprobs: Option<u32>,
+    pub logprobs: Option<NumLogprobs>,
+    /// Log-probabilities of the prompt's tokens, the first excepted.
+    pub prompt_logprobs: Option<NumLogprobs>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: bool,
     /// Produce text at all.
@@ -46,6 +110,15 @@ pub struct SamplingParams {
 impl Default for SamplingParams {
     fn default() -> Self {
         SamplingParams {
+            n: 1,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            bad_words: Vec::new(),
+            allowed_token_ids: None,
+            logit_bias: Vec::new(),
+            logits_processor: None,
+            prompt_logprobs: None,
             max_tokens: Some(16),
             min_tokens: 0,
             temperature: 1.0,
@@ -99,35 +172,97 @@ impl SamplingParams {
         if self.is_greedy() { 0.0 } else { self.temperature.max(MIN_TEMPERATURE) }
     }
 
-    /// Checks every field against its rule and `vocab_size`.
-    pub fn validate(&self, vocab_size: usize) -> Result<(), ParamError> {
-        use crate::text::{MAX_STOP_BYTES, MAX_STOP_STRINGS};
+    /// The bias of each token in `logit_bias`, clamped.
+    pub(crate) fn clamped_bias(&self) -> Vec<(u32, f32)> {
+        let clamp = |x: f32| x.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS);
+        self.logit_bias.iter().map(|&(id, bias)| (id, clamp(bias))).collect()
+    }
+
+    /// Checks every field against its rule.
+    pub fn validate(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        self.validate_counts(limits)?;
+        self.validate_numbers()?;
+        self.validate_ids(limits.vocab_size)?;
+        self.validate_strings()
+    }
+
+    fn validate_counts(&self, limits: &ParamLimits) -> Result<(), ParamError> {
+        let rule = format!("from 1 to {MAX_N}");
+        check((1..=MAX_N).contains(&self.n), "n", rule, self.n)?;
+        check(self.n == 1 || !self.is_greedy(), "n", "1 with temperature 0", self.n)?;
+        if let Some(max) = self.max_tokens {
+            check(max >= 1, "max_tokens", "at least 1", max)?;
+            let rule = format!("at most max_tokens ({max})");
+            check(self.min_tokens <= max, "min_tokens", rule, self.min_tokens)?;
+        }
+        let wanted = [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)];
+        for (field, n) in wanted {
+            let Some(n) = n else { continue };
+            let rule = format!("at most {}", limits.max_logprobs);
+            // All may exceed what is asked for by number, but not what the engine allows.
+            let count = match n {
+                NumLogprobs::Top(n) => n,
+                NumLogprobs::All => limits.vocab_size as u32,
+            };
+            check(count <= limits.max_logprobs, field, rule, n)?;
+        }
+        Ok(())
+    }
+
+    fn validate_numbers(&self) -> Result<(), ParamError> {
+        for (field, x) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            check((-2.0..=2.0).contains(&x), field, "in [-2, 2]", x)?;
+        }
+        let r = self.repetition_penalty;
+        check(r > 0.0 && r.is_finite(), "repetition_penalty", "finite and above 0", r)?;
         let t = self.temperature;
         check(t.is_finite() && t >= 0.0, "temperature", "finite and at least 0", t)?;
         let p = self.top_p;
         let top_p_ok = (p > 0.0 && p <= 1.0) || (p == 0.0 && self.is_greedy());
         check(top_p_ok, "top_p", "in (0, 1] (0 only with temperature 0)", p)?;
-        check((0.0..=1.0).contains(&self.min_p), "min_p", "in [0, 1]", self.min_p)?;
-        if let Some(max) = self.max_tokens {
-            check(max >= 1, "max_tokens", "at least 1", max)?;
-            let rule = format_args!("at most max_tokens ({max})").to_string();
-            check(self.min_tokens <= max, "min_tokens", rule, self.min_tokens)?;
+        check((0.0..=1.0).contains(&self.min_p), "min_p", "in [0, 1]", self.min_p)
+    }
+
+    fn validate_ids(&self, vocab_size: usize) -> Result<(), ParamError> {
+        let in_vocab = |field, ids: &mut dyn Iterator<Item = u32>| {
+            for (i, id) in ids.enumerate() {
+                let rule = format!("at most {vocab_size} ids");
+                check(i < vocab_size, field, rule, "more")?;
+                let rule = format!("below the vocabulary size {vocab_size}");
+                check((id as usize) < vocab_size, field, rule, id)?;
+            }
+            Ok(())
+        };
+        in_vocab("stop_token_ids", &mut self.stop_token_ids.iter().copied())?;
+        if let Some(allowed) = &self.allowed_token_ids {
+            check(!allowed.is_empty(), "allowed_token_ids", "non-empty", "[]")?;
+            in_vocab("allowed_token_ids", &mut allowed.iter().copied())?;
         }
-        if let Some(n) = self.logprobs {
-            check(n <= MAX_LOGPROBS, "logprobs", format!("at most {MAX_LOGPROBS}"), n)?;
+        in_vocab("logit_bias", &mut self.logit_bias.iter().map(|&(id, _)| id))?;
+        for &(id, bias) in &self.logit_bias {
+            check(!bias.is_nan(), "logit_bias", format!("a number for token {id}"), bias)?;
         }
+        Ok(())
+    }
+
+    fn validate_strings(&self) -> Result<(), ParamError> {
+        use crate::text::{MAX_STOP_BYTES, MAX_STOP_STRINGS};
         let n = self.stop.len();
         check(n <= MAX_STOP_STRINGS, "stop", format!("at most {MAX_STOP_STRINGS} strings"), n)?;
-        for s in &self.stop {
-            check(!s.is_empty(), "stop", "without empty strings", "\"\"")?;
-            let rule = format!("at most {MAX_STOP_BYTES} bytes a string");
-            check(s.len() <= MAX_STOP_BYTES, "stop", rule, format!("{} bytes", s.len()))?;
-        }
-        let n = self.stop_token_ids.len();
-        check(n <= vocab_size, "stop_token_ids", format!("at most {vocab_size} ids"), n)?;
-        for &id in &self.stop_token_ids {
-            let rule = format!("below the vocabulary size {vocab_size}");
-            check((id as usize) < vocab_size, "stop_token_ids", rule, id)?;
+        check(self.stop.iter().all(|s| !s.is_empty()), "stop", "without empty strings", "\"\"")?;
+        let bytes: usize = self.stop.iter().map(String::len).sum();
+        let rule = format!("at most {MAX_STOP_BYTES} bytes together");
+        check(bytes <= MAX_STOP_BYTES, "stop", rule, format!("{bytes} bytes"))?;
+        let n = self.bad_words.len();
+        check(n <= MAX_BAD_WORDS, "bad_words", format!("at most {MAX_BAD_WORDS} strings"), n)?;
+        for word in &self.bad_words {
+            check(!word.trim().is_empty(), "bad_words", "without empty strings", "\"\"")?;
+            let rule = format!("at most {MAX_BAD_WORD_BYTES} bytes a string");
+            let bytes = word.len();
+            check(bytes <= MAX_BAD_WORD_BYTES, "bad_words", rule, format!("{bytes} bytes"))?;
         }
         Ok(())
     }

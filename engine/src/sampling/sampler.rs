@@ -2,8 +2,8 @@
 
 use super::params::GREEDY_BELOW;
 use super::select::{cut, order_key};
-use super::{RowError, SampleOutput, SamplingRow, TokenLogprob, TokenLogprobs};
-use super::{philox4x32, uniform};
+use super::{RowError, RowTarget, SampleOutput, SamplingBatch, SamplingRow};
+use super::{TokenLogprob, TokenLogprobs, philox4x32, processors, uniform};
 use quire_kernels_cpu::{Isa, vecmath};
 
 /// Fixed-point unit of probability mass in top-p: sums are exact whatever their order.
@@ -33,6 +33,16 @@ impl Sampler {
             keys: Vec::new(),
             histogram: Vec::new(),
         }
+    }
+
+    /// Keeps a copy of the raw logits and returns their normaliser, as (max, ln Σ exp(x − max)),
+    /// with the `n` best tokens. ln p(token) = logit − max − ln Σ.
+    fn raw_logprobs(&mut self, logits: &[f32], n: usize) -> ((f32, f32), Vec<TokenLogprob>) {
+        let max = vecmath::max_slice(self.isa, logits);
+        let log_sum = vecmath::ln(vecmath::sum_exp_sub(self.isa, logits, max));
+        self.raw.clear();
+        self.raw.extend_from_slice(logits);
+        ((max, log_sum), top_tokens(logits, n, max, log_sum))
     }
 
     /// `weights = exp(logits − max)`.
@@ -72,48 +82,59 @@ impl Sampler {
     }
 }
 
-/// Chooses the token of one row. `logits` (`[vocab]`, padding already cut off) is overwritten.
+/// Chooses the token of one row of `batch`, or takes the given one. `logits` (`[vocab]`, padding
+/// already cut off) is overwritten.
 pub fn sample_row(
     sampler: &mut Sampler,
     logits: &mut [f32],
     row: &SamplingRow,
-    suppressed: &[u32],
+    batch: &SamplingBatch,
 ) -> SampleOutput {
-    let isa = sampler.isa;
-    let max = vecmath::max_slice(isa, logits);
-    let failed = |error| SampleOutput { token: Err(error), logprobs: None };
-    if vecmath::has_nan(isa, logits) || max == f32::INFINITY {
-        return failed(RowError::NotANumber);
+    match choose(sampler, logits, row, batch) {
+        Ok((token, logprobs)) => SampleOutput { token: Ok(token), logprobs },
+        Err(error) => SampleOutput { token: Err(error), logprobs: None },
     }
-    if max == f32::NEG_INFINITY {
-        return failed(RowError::NothingAllowed);
-    }
-    // ln p(token) = logit − max − ln Σ exp(logit − max), before any parameter touches the row.
-    let raw = row.logprobs.map(|n| {
-        let log_sum = vecmath::ln(vecmath::sum_exp_sub(isa, logits, max));
-        sampler.raw.clear();
-        sampler.raw.extend_from_slice(logits);
-        (max, log_sum, top_tokens(logits, n as usize, max, log_sum))
-    });
-    for &id in suppressed {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit = f32::NEG_INFINITY;
+}
+
+fn choose(
+    sampler: &mut Sampler,
+    logits: &mut [f32],
+    row: &SamplingRow,
+    batch: &SamplingBatch,
+) -> Result<(u32, Option<TokenLogprobs>), RowError> {
+    check_row(sampler.isa, logits)?;
+    let raw = row.logprobs.map(|n| sampler.raw_logprobs(logits, n as usize));
+    let token = match row.target {
+        RowTarget::Given(token) => token,
+        _ => {
+            processors::process(logits, row, batch)?;
+            check_row(sampler.isa, logits)?;
+            if row.temperature < GREEDY_BELOW {
+                vecmath::argmax(sampler.isa, logits) as u32
+            } else {
+                draw(sampler, logits, row)
+            }
         }
-    }
-    let max = vecmath::max_slice(isa, logits);
-    if max == f32::NEG_INFINITY {
-        return failed(RowError::NothingAllowed);
-    }
-    let token = if row.temperature < GREEDY_BELOW {
-        vecmath::argmax(isa, logits) as u32
-    } else {
-        draw(sampler, logits, row)
     };
-    let logprobs = raw.map(|(max, log_sum, top)| {
-        let logprob = sampler.raw[token as usize] - max - log_sum;
+    // A given token may be padding of the output matrix, which has no probability.
+    let raw_logit = |raw: &[f32]| raw.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    let logprobs = raw.map(|(normaliser, top)| {
+        let logprob = raw_logit(&sampler.raw) - normaliser.0 - normaliser.1;
         TokenLogprobs { sampled: TokenLogprob { token, logprob }, top }
     });
-    SampleOutput { token: Ok(token), logprobs }
+    Ok((token, logprobs))
+}
+
+/// Refuses rows no token can be chosen from.
+fn check_row(isa: Isa, logits: &[f32]) -> Result<(), RowError> {
+    let max = vecmath::max_slice(isa, logits);
+    if vecmath::has_nan(isa, logits) || max == f32::INFINITY {
+        return Err(RowError::NotANumber);
+    }
+    if max == f32::NEG_INFINITY {
+        return Err(RowError::NothingAllowed);
+    }
+    Ok(())
 }
 
 /// A draw from the softmax of `logits / temperature`, filtered.
@@ -150,16 +171,27 @@ fn draw(sampler: &mut Sampler, logits: &mut [f32], row: &SamplingRow) -> u32 {
     token
 }
 
+/// Above this many, sorting everything is faster than keeping the best.
+const FEW: usize = 64;
+
 /// The `n` largest logits as log-probabilities, best first, equal ones by id.
 fn top_tokens(logits: &[f32], n: usize, max: f32, log_sum: f32) -> Vec<TokenLogprob> {
-    let mut top: Vec<(f32, u32)> = Vec::with_capacity(n + 1);
-    for (id, &x) in logits.iter().enumerate() {
-        if top.len() == n && top.last().is_none_or(|&(least, _)| x <= least) {
-            continue;
-        }
-        let at = top.partition_point(|&(y, _)| y >= x);
-        top.insert(at, (x, id as u32));
+    let all = logits.iter().enumerate().map(|(id, &x)| (x, id as u32));
+    let mut top: Vec<(f32, u32)> = Vec::new();
+    if n > FEW {
+        top.extend(all);
+        // Stable, and the ids ascend: equal logits stay in order.
+        top.sort_by(|a, b| b.0.partial_cmp(&a.0).expect("rows with NaN are refused"));
         top.truncate(n);
+    } else {
+        for (x, id) in all {
+            if top.len() == n && top.last().is_none_or(|&(least, _)| x <= least) {
+                continue;
+            }
+            let at = top.partition_point(|&(y, _)| y >= x);
+            top.insert(at, (x, id));
+            top.truncate(n);
+        }
     }
     let logprob = |(x, token): (f32, u32)| TokenLogprob { token, logprob: x - max - log_sum };
     top.into_iter().map(logprob).collect()

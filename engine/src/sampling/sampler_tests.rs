@@ -1,22 +1,17 @@
 use super::*;
+use crate::sampling::{LogitsContext, LogitsProcessor, ProcessorCall, SeenToken};
 use proptest::prelude::*;
 
 fn row() -> SamplingRow {
-    SamplingRow {
-        sample: true,
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 7,
-        position: 3,
-        logprobs: None,
-        suppressed: 0..0,
-    }
+    SamplingRow { seed: 7, position: 3, ..Default::default() }
+}
+
+fn sample_in(logits: &[f32], row: &SamplingRow, batch: &SamplingBatch) -> SampleOutput {
+    sample_row(&mut Sampler::new(Isa::Portable), &mut logits.to_vec(), row, batch)
 }
 
 fn sample(logits: &[f32], row: &SamplingRow) -> SampleOutput {
-    sample_row(&mut Sampler::new(Isa::Portable), &mut logits.to_vec(), row, &[])
+    sample_in(logits, row, &SamplingBatch::default())
 }
 
 /// The tokens that can be drawn, by definition: a full sort in f64.
@@ -77,7 +72,8 @@ proptest! {
         let row = SamplingRow { seed, top_p, logprobs: Some(3), ..row() };
         let expected = sample(&logits, &row);
         for isa in Isa::available() {
-            let got = sample_row(&mut Sampler::new(isa), &mut logits.clone(), &row, &[]);
+            let got = sample_row(
+                &mut Sampler::new(isa), &mut logits.clone(), &row, &SamplingBatch::default());
             prop_assert_eq!(&got, &expected);
         }
     }
@@ -126,15 +122,16 @@ fn a19_tiny_temperature_is_argmax() {
 fn a_nan_row_fails_and_nothing_allowed_fails() {
     assert_eq!(sample(&[0.0, f32::NAN], &row()).token, Err(RowError::NotANumber));
     assert_eq!(sample(&[0.0, f32::INFINITY], &row()).token, Err(RowError::NotANumber));
-    let all = sample_row(&mut Sampler::new(Isa::Portable), &mut [1.0, 2.0], &row(), &[0, 1]);
+    let batch = SamplingBatch { ids: vec![0, 1], ..Default::default() };
+    let all = sample_in(&[1.0, 2.0], &SamplingRow { suppressed: 0..2, ..row() }, &batch);
     assert_eq!(all.token, Err(RowError::NothingAllowed));
 }
 
 #[test]
 fn suppressed_ids_are_never_sampled_but_keep_their_logprob() {
-    let row = SamplingRow { temperature: 0.0, logprobs: Some(2), ..row() };
-    let mut logits = [1.0, 5.0, 4.0];
-    let out = sample_row(&mut Sampler::new(Isa::Portable), &mut logits, &row, &[1, 99]);
+    let batch = SamplingBatch { ids: vec![1, 99], ..Default::default() };
+    let row = SamplingRow { temperature: 0.0, logprobs: Some(2), suppressed: 0..2, ..row() };
+    let out = sample_in(&[1.0, 5.0, 4.0], &row, &batch);
     assert_eq!(out.token, Ok(2));
     let logprobs = out.logprobs.unwrap();
     assert_eq!(logprobs.top.iter().map(|t| t.token).collect::<Vec<_>>(), [1, 2]);
@@ -152,4 +149,102 @@ fn logprobs_are_those_of_the_raw_softmax() {
         let expected = f64::from(logits[t.token as usize]) - total.ln();
         assert!((f64::from(t.logprob) - expected).abs() < 1e-6, "{t:?} {expected}");
     }
+}
+
+fn greedy() -> SamplingRow {
+    SamplingRow { temperature: 0.0, ..row() }
+}
+
+#[test]
+fn allowed_ids_exclude_all_others_before_everything_else() {
+    let batch = SamplingBatch { ids: vec![3, 1, 3], ..Default::default() };
+    let row = SamplingRow { allowed: Some(0..3), ..greedy() };
+    assert_eq!(sample_in(&[9.0, 1.0, 8.0, 2.0], &row, &batch).token, Ok(3));
+    let both = SamplingRow { allowed: Some(0..3), suppressed: 0..1, ..greedy() };
+    assert_eq!(sample_in(&[9.0, 1.0, 8.0, 2.0], &both, &batch).token, Ok(1));
+}
+
+#[test]
+fn bias_is_added_before_penalties() {
+    // 1.0 + 3.0 = 4.0, halved by the repetition penalty to 2.0: still below 3.0.
+    let batch = SamplingBatch {
+        biases: vec![(0, 3.0)],
+        seen: vec![SeenToken { token: 0, output_count: 1 }],
+        ..Default::default()
+    };
+    let biased = SamplingRow { bias: 0..1, ..greedy() };
+    assert_eq!(sample_in(&[1.0, 3.0], &biased, &batch).token, Ok(0));
+    let penalised = SamplingRow { seen: 0..1, repetition_penalty: 2.0, ..biased };
+    assert_eq!(sample_in(&[1.0, 3.0], &penalised, &batch).token, Ok(1));
+}
+
+/// vllm-metal PR#69: repetition counts prompt and output, once a token; presence and frequency
+/// the output only. Prompt "a a b", output "b b".
+#[test]
+fn a21_penalties_tell_prompt_from_output() {
+    let seen =
+        vec![SeenToken { token: 0, output_count: 0 }, SeenToken { token: 1, output_count: 2 }];
+    let batch = SamplingBatch { seen, ..Default::default() };
+    let row = SamplingRow { seen: 0..2, ..row() };
+    let after = |row: &SamplingRow| {
+        let mut logits = [4.0f32, 4.0, -4.0, 4.0];
+        processors::process(&mut logits, row, &batch).unwrap();
+        logits
+    };
+    let repetition = SamplingRow { repetition_penalty: 2.0, ..row.clone() };
+    assert_eq!(after(&repetition), [2.0, 2.0, -4.0, 4.0]);
+    let presence = SamplingRow { presence_penalty: 1.0, ..row.clone() };
+    assert_eq!(after(&presence), [4.0, 3.0, -4.0, 4.0]);
+    let frequency = SamplingRow { frequency_penalty: 1.0, ..row };
+    assert_eq!(after(&frequency), [4.0, 2.0, -4.0, 4.0]);
+}
+
+#[test]
+fn a_repetition_penalty_lowers_negative_logits_too() {
+    let seen = vec![SeenToken { token: 0, output_count: 1 }];
+    let batch = SamplingBatch { seen, ..Default::default() };
+    let row = SamplingRow { seen: 0..1, repetition_penalty: 2.0, ..greedy() };
+    assert_eq!(sample_in(&[-1.0, -1.5], &row, &batch).token, Ok(1));
+}
+
+struct Forbid(usize);
+
+impl LogitsProcessor for Forbid {
+    fn process(&self, context: &LogitsContext<'_>, logits: &mut [f32]) {
+        assert_eq!((context.prompt, context.output), (&[7, 8][..], &[9][..]));
+        logits[self.0] = f32::NEG_INFINITY;
+    }
+}
+
+#[test]
+fn a_custom_processor_sees_the_sequence_and_a_panic_in_it_fails_the_row() {
+    let call = |processor: Forbid, history| ProcessorCall {
+        processor: std::sync::Arc::new(processor),
+        history,
+        prompt_len: 2,
+    };
+    let batch = SamplingBatch { history: vec![0, 7, 8, 9], ..Default::default() };
+    let row = SamplingRow { processor: Some(call(Forbid(1), 1..4)), ..greedy() };
+    assert_eq!(sample_in(&[1.0, 3.0, 2.0], &row, &batch).token, Ok(2));
+    let out_of_range = SamplingRow { processor: Some(call(Forbid(99), 1..4)), ..greedy() };
+    let failed = sample_in(&[1.0, 3.0, 2.0], &out_of_range, &batch).token;
+    assert_eq!(failed, Err(RowError::ProcessorPanicked));
+}
+
+#[test]
+fn a_given_token_has_its_logprob_and_nothing_is_sampled() {
+    let row = SamplingRow { target: RowTarget::Given(1), logprobs: Some(1), ..row() };
+    let out = sample(&[2.0, 1.0], &row);
+    let logprobs = out.logprobs.unwrap();
+    assert_eq!((out.token, logprobs.sampled.token, logprobs.top[0].token), (Ok(1), 1, 0));
+    assert!((logprobs.sampled.logprob - -1.313_261_7).abs() < 1e-6, "{logprobs:?}");
+}
+
+#[test]
+fn all_logprobs_are_the_whole_vocabulary_in_order() {
+    let logits: Vec<f32> = (0..300).map(|i| ((i * 7919) % 101) as f32).collect();
+    let all = sample(&logits, &SamplingRow { logprobs: Some(300), ..row() }).logprobs.unwrap().top;
+    let few = sample(&logits, &SamplingRow { logprobs: Some(20), ..row() }).logprobs.unwrap().top;
+    assert_eq!(all.len(), 300);
+    assert_eq!(all[..20], few[..]);
 }

@@ -179,8 +179,8 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Plans a step. An empty plan means that nothing is left to do. Every planned step must be
-    /// answered by [`Scheduler::update`] before the next.
+    /// Plans a step. An empty plan means that nothing is left to do. A plan is answered by
+    /// [`Scheduler::update`] or dropped; the next one then has the same tokens again.
     pub fn schedule(&mut self, plan: &mut StepPlan) {
         plan.scheduled.clear();
         plan.preempted.clear();
@@ -216,7 +216,7 @@ impl Scheduler {
                 continue;
             }
             let n = remaining.min(*budget);
-            if self.grow(id, n, plan, budget) {
+            if self.grow(id, n, plan) {
                 *budget -= n;
                 self.push(plan, id, n);
             }
@@ -225,7 +225,7 @@ impl Scheduler {
 
     /// Gives `id` blocks for `n` more tokens, preempting later arrivals while there are too few.
     /// False: `id` was itself the latest and is now waiting.
-    fn grow(&mut self, id: SeqId, n: usize, plan: &mut StepPlan, budget: &mut usize) -> bool {
+    fn grow(&mut self, id: SeqId, n: usize, plan: &mut StepPlan) -> bool {
         loop {
             let seq = self.seqs.get_mut(id);
             let end = seq.num_computed_tokens + n;
@@ -234,29 +234,26 @@ impl Scheduler {
                 return true;
             }
             let victim = *self.running.last().expect("id is running");
-            self.preempt(victim, plan, budget);
+            self.preempt(victim, plan);
             if victim == id {
                 return false;
             }
         }
     }
 
-    /// Takes all blocks of the last running sequence and puts it back among the waiting, by
-    /// arrival; if this step had planned it, the budget is refunded.
-    fn preempt(&mut self, victim: SeqId, plan: &mut StepPlan, budget: &mut usize) {
+    /// Takes all blocks of the last running sequence and puts it back at the head of the queue:
+    /// whatever runs arrived before whatever waits. Only decodes need blocks while running, and
+    /// they are planned in arrival order, so a victim is never part of the plan yet.
+    fn preempt(&mut self, victim: SeqId, plan: &mut StepPlan) {
         let popped = self.running.pop();
         assert_eq!(popped, Some(victim), "victims come from the end");
-        if let Some(at) = plan.scheduled.iter().position(|s| s.id == victim) {
-            *budget += plan.scheduled.remove(at).num_scheduled_tokens;
-        }
+        debug_assert!(plan.scheduled.iter().all(|s| s.id != victim), "the victim is planned");
         let seq = self.seqs.get_mut(victim);
         self.pool.release_table(&mut seq.blocks);
         seq.num_computed_tokens = 0;
         seq.num_preemptions += 1;
         self.num_preemptions += 1;
-        let arrival = seq.arrival;
-        let at = self.waiting.partition_point(|&w| self.seqs.get(w).arrival < arrival);
-        self.waiting.insert(at, victim);
+        self.waiting.push_front(victim);
         plan.preempted.push(victim);
     }
 
@@ -269,10 +266,9 @@ impl Scheduler {
             if !self.pool.allocate(blocks, &mut seq.blocks) {
                 return;
             }
-            let (n, arrival) = (seq.num_uncomputed().min(*budget), seq.arrival);
+            let n = seq.num_uncomputed().min(*budget);
             self.waiting.pop_front();
-            let at = self.running.partition_point(|&r| self.seqs.get(r).arrival < arrival);
-            self.running.insert(at, id);
+            self.running.push(id);
             *budget -= n;
             self.push(plan, id, n);
         }

@@ -51,7 +51,8 @@ pub struct Sequence {
     pub arrival: u64,
     /// Times it was preempted.
     pub num_preemptions: u32,
-    rules: StopRules,
+    /// When it ends.
+    pub rules: StopRules,
 }
 
 impl Sequence {

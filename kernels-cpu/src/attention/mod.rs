@@ -6,8 +6,10 @@
 //! split is folded into the row's `(M, L, O)`, which starts from `(−∞, 0, 0)`, by one formula.
 //!
 //! The rows of a tile share the walk and nothing else. A key that a row does not see has `p = 0`,
-//! and adding `0 · v` to a sum changes no bit; keys that no row of the tile sees are not read, so
-//! what lies in free slots never takes part.
+//! and adding `0 · v` to a sum changes no bit where v is finite; keys that no row of the tile sees
+//! are not read, so what lies in free slots never takes part. (Rows of one tile belong to one
+//! sequence: only a value of its own that is not finite can reach an earlier row, and such a
+//! sequence fails anyway.)
 
 mod item;
 mod softmax;

@@ -31,8 +31,14 @@ struct Slot {
     line: u64,
     end: u64,
     id: Value,
-    /// The result line, once there is one.
-    done: Option<String>,
+    /// One result a sequence, once there is one; an error is the only one.
+    results: Vec<Option<String>>,
+}
+
+impl Slot {
+    fn is_done(&self) -> bool {
+        self.results.iter().all(Option::is_some)
+    }
 }
 
 /// A batch under way.
@@ -85,8 +91,7 @@ impl<'a> Batch<'a> {
     pub fn run(mut self) -> anyhow::Result<Tally> {
         let end = self.run_steps();
         for (id, _) in std::mem::take(&mut self.running) {
-            let output = self.engine.abort(id).expect("running requests are the engine's");
-            self.tally.aborted(&output);
+            self.engine.abort(id).iter().for_each(|output| self.tally.aborted(output));
         }
         let unwritable = end.as_ref().is_err_and(|e| e.is::<OutputError>());
         if !unwritable {
@@ -137,13 +142,14 @@ impl<'a> Batch<'a> {
 
     fn add(&mut self, entry: Entry) {
         let Entry { line, end, request } = entry;
-        let mut slot = Slot { line, end, id: request.id, done: None };
+        let mut slot = Slot { line, end, id: request.id, results: Vec::new() };
         let added = request.request.and_then(|request| {
+            slot.results.resize(request.params.n, None);
             self.engine.add_request(request).map_err(|e| crate::output::chain(&e.into()))
         });
         match added {
             Ok(id) => drop(self.running.insert(id, self.first_slot + self.slots.len() as u64)),
-            Err(message) => slot.done = Some(self.failed(&slot.id, line, &message)),
+            Err(message) => slot.results = vec![Some(self.failed(&slot.id, line, &message))],
         }
         self.slots.push_back(slot);
     }
@@ -165,7 +171,7 @@ impl<'a> Batch<'a> {
 
     /// Makes the result line of a request that ended.
     fn take(&mut self, output: &RequestOutput) -> anyhow::Result<()> {
-        let slot = self.running.remove(&output.request_id).expect("it was running");
+        let slot = self.running[&output.request_id];
         let at = usize::try_from(slot - self.first_slot).expect("fewer slots than memory");
         let (id, line) = (self.slots[at].id.clone(), self.slots[at].line);
         let done = if let FinishReason::Error(message) = &output.finish_reason {
@@ -177,7 +183,11 @@ impl<'a> Batch<'a> {
                 Format::Text => result_text(&id, output),
             }
         };
-        self.slots[at].done = Some(done);
+        let slot = &mut self.slots[at];
+        slot.results[output.index] = Some(done);
+        if slot.is_done() {
+            self.running.remove(&output.request_id);
+        }
         Ok(())
     }
 
@@ -189,7 +199,7 @@ impl<'a> Batch<'a> {
 
     /// Writes the results whose turn it is.
     fn write_ready(&mut self) -> Result<(), OutputError> {
-        while self.slots.front().is_some_and(|slot| slot.done.is_some()) {
+        while self.slots.front().is_some_and(Slot::is_done) {
             if let Some(slot) = self.next_slot() {
                 self.write(slot)?;
             }
@@ -199,10 +209,14 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// Writes a slot's result, if it has one.
+    /// Writes a slot's results, if it has all of them.
     fn write(&mut self, slot: Slot) -> Result<(), OutputError> {
-        let Some(line) = slot.done else { return Ok(()) };
-        self.output.text(&(line + "\n"))?;
+        if !slot.is_done() {
+            return Ok(());
+        }
+        for line in slot.results.into_iter().flatten() {
+            self.output.text(&(line + "\n"))?;
+        }
         self.progress.advance(slot.end);
         Ok(())
     }

@@ -40,7 +40,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     let files = ModelFiles::open(&args.model.model)?;
     let params = defaults(args, &files.generation)?;
     let mut engine = load::load(&files, &args.model.load_options())?;
-    params.validate(engine.vocab_size())?;
+    params.validate(&engine.param_limits())?;
     interrupt::catch();
 
     let start = Instant::now();
@@ -102,12 +102,7 @@ fn defaults(
             format!("generation_config.json: top_k is {k}; it must be -1 to {}", u32::MAX)
         })?,
     };
-    if let Some(penalty) = recommended.repetition_penalty.filter(|&penalty| penalty != 1.0) {
-        crate::report(&format!(
-            "note: generation_config.json recommends repetition_penalty {penalty}, which is not \
-             supported and has no effect"
-        ));
-    }
+    params.repetition_penalty = recommended.repetition_penalty.unwrap_or(params.repetition_penalty);
     args.sampling.apply(&mut params);
     Ok(params)
 }

@@ -5,27 +5,21 @@
 //! by the engine.
 
 use quire_engine::engine::Prompt;
+use quire_engine::sampling::NumLogprobs;
 use quire_engine::{Request, SamplingParams};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::Value;
 use std::fmt;
 
 /// Sampling parameters that a line may set.
-const SAMPLING_FIELDS: &str = "max_tokens, min_tokens, temperature, top_k, top_p, min_p, seed, \
-    stop, stop_token_ids, include_stop_str_in_output, ignore_eos, logprobs, skip_special_tokens, \
-    detokenize";
+const SAMPLING_FIELDS: &str = "n, max_tokens, min_tokens, temperature, top_k, top_p, min_p, \
+    presence_penalty, frequency_penalty, repetition_penalty, bad_words, allowed_token_ids, \
+    logit_bias, seed, stop, stop_token_ids, include_stop_str_in_output, ignore_eos, logprobs, \
+    prompt_logprobs, skip_special_tokens, spaces_between_special_tokens, detokenize";
 
 /// Fields that other engines know.
 const NOT_SUPPORTED: &[&str] = &[
-    "n",
     "best_of",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "prompt_logprobs",
-    "logit_bias",
-    "allowed_token_ids",
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -42,7 +36,6 @@ const NOT_SUPPORTED: &[&str] = &[
     "beam_width",
     "length_penalty",
     "early_stopping",
-    "spaces_between_special_tokens",
 ];
 
 /// A line as far as it could be read.
@@ -153,6 +146,16 @@ fn request(fields: &[(String, Value)], defaults: &SamplingParams) -> Result<Requ
 /// Sets one sampling parameter.
 fn set(params: &mut SamplingParams, name: &str, value: &Value) -> Result<(), String> {
     match name {
+        "n" => params.n = whole(name, value)?,
+        "presence_penalty" => params.presence_penalty = float(name, value)?,
+        "frequency_penalty" => params.frequency_penalty = float(name, value)?,
+        "repetition_penalty" => params.repetition_penalty = float(name, value)?,
+        "bad_words" => params.bad_words = optional(name, value, strings)?.unwrap_or_default(),
+        "allowed_token_ids" => params.allowed_token_ids = optional(name, value, ids)?,
+        "logit_bias" => params.logit_bias = optional(name, value, bias)?.unwrap_or_default(),
+        "prompt_logprobs" => params.prompt_logprobs = optional(name, value, num_logprobs)?,
+        // Decoding never puts spaces between special tokens of its own accord.
+        "spaces_between_special_tokens" => drop(boolean(name, value)?),
         "max_tokens" => params.max_tokens = optional(name, value, whole)?,
         "min_tokens" => params.min_tokens = whole(name, value)?,
         "temperature" => params.temperature = float(name, value)?,
@@ -166,7 +169,7 @@ fn set(params: &mut SamplingParams, name: &str, value: &Value) -> Result<(), Str
         }
         "include_stop_str_in_output" => params.include_stop_str_in_output = boolean(name, value)?,
         "ignore_eos" => params.ignore_eos = boolean(name, value)?,
-        "logprobs" => params.logprobs = optional(name, value, whole)?,
+        "logprobs" => params.logprobs = optional(name, value, num_logprobs)?,
         "skip_special_tokens" => params.skip_special_tokens = boolean(name, value)?,
         "detokenize" => params.detokenize = boolean(name, value)?,
         _ if NOT_SUPPORTED.contains(&name) => {
@@ -209,6 +212,26 @@ fn top_k(name: &str, value: &Value) -> Result<u32, String> {
     }
     let k = value.as_u64().and_then(|k| u32::try_from(k).ok());
     k.ok_or_else(|| wrong(name, &format!("a whole number from -1 to {}", u32::MAX), value))
+}
+
+fn num_logprobs(name: &str, value: &Value) -> Result<NumLogprobs, String> {
+    if value.as_i64() == Some(-1) {
+        return Ok(NumLogprobs::All);
+    }
+    let n = value.as_u64().and_then(|n| u32::try_from(n).ok());
+    let rule = format!("a whole number from -1 to {}", u32::MAX);
+    n.map(NumLogprobs::Top).ok_or_else(|| wrong(name, &rule, value))
+}
+
+/// An object of token ids (as JSON keys, so strings) and numbers.
+fn bias(name: &str, value: &Value) -> Result<Vec<(u32, f32)>, String> {
+    let rule = "an object of token ids and numbers, such as {\"17\": -1.5}";
+    let Value::Object(entries) = value else { return Err(wrong(name, rule, value)) };
+    let entry = |(id, bias): (&String, &Value)| {
+        let id = id.parse().map_err(|_| wrong(name, rule, &Value::String(id.clone())))?;
+        Ok((id, float(name, bias)?))
+    };
+    entries.iter().map(entry).collect()
 }
 
 fn boolean(name: &str, value: &Value) -> Result<bool, String> {

@@ -38,7 +38,22 @@ fn every_field_takes_its_type() {
         ("stop_token_ids", "[0, 4294967295]", changed(|p| p.stop_token_ids = vec![0, u32::MAX])),
         ("include_stop_str_in_output", "true", changed(|p| p.include_stop_str_in_output = true)),
         ("ignore_eos", "true", changed(|p| p.ignore_eos = true)),
-        ("logprobs", "0", changed(|p| p.logprobs = Some(0))),
+        ("logprobs", "0", changed(|p| p.logprobs = Some(NumLogprobs::Top(0)))),
+        ("logprobs", "-1", changed(|p| p.logprobs = Some(NumLogprobs::All))),
+        ("prompt_logprobs", "5", changed(|p| p.prompt_logprobs = Some(NumLogprobs::Top(5)))),
+        ("prompt_logprobs", "null", none.clone()),
+        ("n", "3", changed(|p| p.n = 3)),
+        ("presence_penalty", "-2", changed(|p| p.presence_penalty = -2.0)),
+        ("frequency_penalty", "0.5", changed(|p| p.frequency_penalty = 0.5)),
+        ("repetition_penalty", "1.1", changed(|p| p.repetition_penalty = 1.1)),
+        ("bad_words", "[\"a\"]", changed(|p| p.bad_words = strings(&["a"]))),
+        ("bad_words", "null", none.clone()),
+        ("allowed_token_ids", "[3]", changed(|p| p.allowed_token_ids = Some(vec![3]))),
+        ("allowed_token_ids", "[]", changed(|p| p.allowed_token_ids = Some(vec![]))),
+        ("allowed_token_ids", "null", none.clone()),
+        ("logit_bias", "{\"5\": -1}", changed(|p| p.logit_bias = vec![(5, -1.0)])),
+        ("logit_bias", "null", none.clone()),
+        ("spaces_between_special_tokens", "false", none.clone()),
         ("logprobs", "null", none.clone()),
         ("skip_special_tokens", "false", changed(|p| p.skip_special_tokens = false)),
         ("detokenize", "false", changed(|p| p.detokenize = false)),
@@ -50,7 +65,7 @@ fn every_field_takes_its_type() {
 
 #[test]
 fn wrong_types_are_refused_with_field_and_value() {
-    let cases: [(&str, &[&str]); 15] = [
+    let cases: [(&str, &[&str]); 24] = [
         ("max_tokens", &["-1", "5.5", "5.0", "\"5\"", "true", "[5]", "18446744073709551616"]),
         ("min_tokens", &["-1", "null", "1.0"]),
         ("temperature", &["\"hot\"", "null", "true", "3.5e38", "[1]"]),
@@ -62,7 +77,16 @@ fn wrong_types_are_refused_with_field_and_value() {
         ("stop_token_ids", &["5", "[-1]", "[1.0]", "[\"a\"]", "[4294967296]"]),
         ("include_stop_str_in_output", &["1", "null", "\"true\""]),
         ("ignore_eos", &["0", "null"]),
-        ("logprobs", &["true", "-1", "1.5", "4294967296"]),
+        ("logprobs", &["true", "-2", "1.5", "4294967296"]),
+        ("prompt_logprobs", &["\"3\"", "-2", "[]"]),
+        ("n", &["0.5", "-1", "null", "\"2\""]),
+        ("presence_penalty", &["\"0\"", "null", "1e39"]),
+        ("frequency_penalty", &["[]", "null"]),
+        ("repetition_penalty", &["true", "null"]),
+        ("bad_words", &["5", "[5]"]),
+        ("allowed_token_ids", &["5", "[-1]", "{}"]),
+        ("logit_bias", &["[]", "{\"a\": 1}", "{\"-1\": 1}", "{\"1\": \"x\"}", "5"]),
+        ("spaces_between_special_tokens", &["1", "null"]),
         ("skip_special_tokens", &["1", "null"]),
         ("detokenize", &["1", "null"]),
         ("prompt_token_ids", &["\"x\"", "[1.5]", "[-1]", "null"]),
@@ -98,7 +122,7 @@ fn what_is_not_json_names_field_column_and_text() {
 #[test]
 fn nothing_is_silently_ignored() {
     assert!(with("max_token", "5").unwrap_err().starts_with("unknown field \"max_token\""));
-    assert!(with("n", "2").unwrap_err().contains("\"n\" is not supported"));
+    assert!(with("best_of", "2").unwrap_err().contains("\"best_of\" is not supported"));
     assert!(with("use_beam_search", "true").unwrap_err().contains("not supported"));
     assert!(with("prompt", "\"y\"").unwrap_err().contains("\"prompt\" is there twice"));
     assert!(with("prompt_token_ids", "[1]").unwrap_err().starts_with("both "));

@@ -11,10 +11,15 @@ use serde_json::Value;
 #[derive(Serialize)]
 struct ResultLine<'a> {
     id: &'a Value,
+    /// Which of the request's sequences.
+    index: usize,
     text: &'a str,
     token_ids: &'a [u32],
     #[serde(skip_serializing_if = "Option::is_none")]
     logprobs: Option<Vec<Position>>,
+    /// One entry a token of the prompt; the first has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Vec<Option<Position>>>,
     finish_reason: &'a str,
     stop_reason: &'a Option<StopReason>,
     usage: Usage,
@@ -71,18 +76,23 @@ pub fn result_line(
     output: &RequestOutput,
     tokenizer: &Tokenizer,
 ) -> Result<String, TextError> {
-    let logprobs = output
-        .logprobs
-        .as_ref()
-        .map(|all| all.iter().map(|one| position(one, tokenizer)).collect::<Result<Vec<_>, _>>());
+    let positions = |all: &Vec<TokenLogprobs>| -> Result<Vec<Position>, TextError> {
+        all.iter().map(|one| position(one, tokenizer)).collect()
+    };
+    let logprobs = output.logprobs.as_ref().map(positions).transpose()?;
+    let of_prompt = output.prompt_logprobs.as_ref().map(positions).transpose()?;
+    let prompt_logprobs =
+        of_prompt.map(|all| std::iter::once(None).chain(all.into_iter().map(Some)).collect());
     let (prompt_tokens, completion_tokens) =
         (output.prompt_token_ids.len(), output.token_ids.len());
     let metrics = &output.metrics;
     Ok(to_json(&ResultLine {
         id,
+        index: output.index,
         text: &output.text,
         token_ids: &output.token_ids,
-        logprobs: logprobs.transpose()?,
+        logprobs,
+        prompt_logprobs,
         finish_reason: output.finish_reason.name(),
         stop_reason: &output.stop_reason,
         usage: Usage {

@@ -44,7 +44,7 @@ pub enum Source {
         /// A regular file: its next line is always about to come.
         is_file: bool,
         /// What lines do not say.
-        defaults: SamplingParams,
+        defaults: Box<SamplingParams>,
     },
     /// Requests made of `--prompt`.
     Prompts(std::iter::Enumerate<std::vec::IntoIter<Request>>),
@@ -55,7 +55,7 @@ impl Source {
     pub fn lines(input: Box<dyn Read + Send>, is_file: bool, defaults: SamplingParams) -> Self {
         let (sender, lines) = sync_channel(READ_AHEAD);
         std::thread::spawn(move || send_lines(BufReader::new(input), &sender));
-        Source::Lines { lines, is_file, defaults }
+        Source::Lines { lines, is_file, defaults: Box::new(defaults) }
     }
 
     /// The next request. `idle`: there is nothing else to do, so it may wait a little.

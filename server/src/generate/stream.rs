@@ -9,8 +9,9 @@ use anyhow::Context;
 use quire_engine::{Engine, FinishReason, Request, RequestId};
 use std::collections::HashMap;
 
-#[derive(Default)]
 struct Shown {
+    /// How its heading names it.
+    name: String,
     /// Text not yet printed.
     pending: String,
     ended: bool,
@@ -35,31 +36,45 @@ pub fn stream(
     output: Output,
 ) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
-    let mut places: HashMap<RequestId, usize> = HashMap::new();
+    // Place of each request's first sequence, and how many of them run.
+    let mut places: HashMap<RequestId, (usize, usize)> = HashMap::new();
     let mut stream = Stream { output, prompts: Vec::new(), current: 0, headed: false };
-    for (place, mut request) in requests.into_iter().enumerate() {
+    for (i, mut request) in requests.into_iter().enumerate() {
         request.stream = true;
-        stream.prompts.push(Shown::default());
+        let n = request.params.n;
         match engine.add_request(request) {
-            Ok(id) => drop(places.insert(id, place)),
+            Ok(id) => {
+                places.insert(id, (stream.prompts.len(), n));
+                let name = |sample| match n {
+                    1 => format!("prompt {}", i + 1),
+                    _ => format!("prompt {}, sample {}", i + 1, sample + 1),
+                };
+                let shown = |name| Shown { name, pending: String::new(), ended: false };
+                stream.prompts.extend((0..n).map(name).map(shown));
+            }
             Err(error) => {
                 tally.failed += 1;
-                stream.prompts[place].ended = true;
-                report_failed(place, &chain(&error.into()));
+                report_failed(&format!("prompt {}", i + 1), &chain(&error.into()));
             }
         }
     }
     while engine.num_unfinished() > 0 && !interrupt::requested() {
         let step = engine.step().context("the engine failed")?;
         for delta in step.deltas {
-            stream.prompts[places[&delta.request_id]].pending.push_str(&delta.text);
+            let place = places[&delta.request_id].0 + delta.index;
+            stream.prompts[place].pending.push_str(&delta.text);
         }
         for output in step.finished {
-            let place = places.remove(&output.request_id).expect("every request ends once");
-            stream.prompts[place].ended = true;
+            let entry = places.get_mut(&output.request_id).expect("a request of this run");
+            let shown = &mut stream.prompts[entry.0 + output.index];
+            shown.ended = true;
+            entry.1 -= 1;
+            if entry.1 == 0 {
+                places.remove(&output.request_id);
+            }
             if let FinishReason::Error(message) = &output.finish_reason {
                 tally.failed += 1;
-                report_failed(place, message);
+                report_failed(&shown.name, message);
             } else {
                 tally.finished(&output);
             }
@@ -67,14 +82,16 @@ pub fn stream(
         stream.print()?;
     }
     for id in places.into_keys() {
-        tally.aborted(&engine.abort(id).expect("unfinished requests are the engine's"));
+        engine.abort(id).iter().for_each(|output| tally.aborted(output));
     }
-    stream.end_line()?;
+    // What ended behind a prompt that was cut off is shown too.
+    stream.prompts.iter_mut().for_each(|shown| shown.ended = true);
+    stream.print()?;
     Ok(tally)
 }
 
-fn report_failed(place: usize, message: &str) {
-    crate::report(&format!("error: prompt {}: {}", place + 1, one_line(message)));
+fn report_failed(name: &str, message: &str) {
+    crate::report(&format!("error: {name}: {}", one_line(message)));
 }
 
 impl Stream {
@@ -85,7 +102,8 @@ impl Stream {
             if !self.headed && !text.is_empty() {
                 self.headed = true;
                 if self.prompts.len() > 1 {
-                    self.output.text(&format!("==> prompt {} <==\n", self.current + 1))?;
+                    let heading = format!("==> {} <==\n", self.prompts[self.current].name);
+                    self.output.text(&heading)?;
                 }
             }
             if !text.is_empty() {
