@@ -23,7 +23,7 @@ pub mod text;
 
 pub use crate::engine::{
     Engine, EngineError, FinishReason, Llm, Request, RequestDelta, RequestError, RequestId,
-    RequestMetrics, RequestOutput, StepOutput, StopReason,
+    RequestMetrics, RequestOutput, StepOutput, StopReason, derived_seed,
 };
 pub use config::EngineConfig;
 pub use ops::{Backend, BackendError, DType};

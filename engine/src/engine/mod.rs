@@ -158,8 +158,10 @@ impl Engine {
 
     /// The ids a text prompt becomes.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, RequestError> {
-        if prompt.len() > MAX_PROMPT_BYTES {
-            return Err(RequestError::PromptTooLarge { bytes: prompt.len() });
+        let context = self.limits().max_model_len;
+        let limit = MAX_PROMPT_BYTES.min(self.text.tokenizer.max_bytes(context));
+        if prompt.len() > limit {
+            return Err(RequestError::PromptTooLarge { bytes: prompt.len(), limit, context });
         }
         let mut ids = self.text.tokenizer.encode(prompt, true)?;
         if let Some(bos) = self.text.prepend_bos
@@ -415,11 +417,12 @@ impl Engine {
     }
 }
 
-/// SplitMix64 of the engine's seed and the request's number (Steele, Lea, Flood, 2014).
-fn derived_seed(engine_seed: u64, request: u64) -> u64 {
+/// The seed of request number `request` that brings none: SplitMix64 (Steele, Lea, Flood, 2014)
+/// of both, below 2⁵³ so that it survives as a JSON number.
+pub fn derived_seed(engine_seed: u64, request: u64) -> u64 {
     let mut z =
         engine_seed.wrapping_add(request.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
+    (z ^ (z >> 31)) >> 11
 }

@@ -71,11 +71,15 @@ pub enum RequestError {
     /// The prompt's text cannot be encoded.
     #[error(transparent)]
     Text(#[from] TextError),
-    /// The text is longer than [`MAX_PROMPT_BYTES`].
-    #[error("the prompt has {bytes} bytes; the limit is {MAX_PROMPT_BYTES}")]
+    /// The text is longer than [`MAX_PROMPT_BYTES`], or than any that fits the context.
+    #[error("the prompt has {bytes} bytes; a context of {context} tokens holds at most {limit}")]
     PromptTooLarge {
         /// Its length.
         bytes: usize,
+        /// The limit.
+        limit: usize,
+        /// Tokens of the context.
+        context: usize,
     },
     /// A prompt id is not in the model's vocabulary.
     #[error("prompt token id {id} is outside the vocabulary of {vocab_size} tokens")]

@@ -252,6 +252,8 @@ impl SamplingParams {
         use crate::text::{MAX_STOP_BYTES, MAX_STOP_STRINGS};
         let n = self.stop.len();
         check(n <= MAX_STOP_STRINGS, "stop", format!("at most {MAX_STOP_STRINGS} strings"), n)?;
+        let shown = self.detokenize || self.stop.is_empty();
+        check(shown, "stop", "empty with detokenize false", format!("{n} strings"))?;
         check(self.stop.iter().all(|s| !s.is_empty()), "stop", "without empty strings", "\"\"")?;
         let bytes: usize = self.stop.iter().map(String::len).sum();
         let rule = format!("at most {MAX_STOP_BYTES} bytes together");

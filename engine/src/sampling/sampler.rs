@@ -139,10 +139,12 @@ fn check_row(isa: Isa, logits: &[f32]) -> Result<(), RowError> {
 
 /// A draw from the softmax of `logits / temperature`, filtered.
 fn draw(sampler: &mut Sampler, logits: &mut [f32], row: &SamplingRow) -> u32 {
-    for x in logits.iter_mut() {
-        *x /= row.temperature;
-    }
     let best = vecmath::argmax(sampler.isa, logits) as u32;
+    // Relative to the maximum: a small temperature can send logits to −∞ only.
+    let max = logits[best as usize];
+    for x in logits.iter_mut() {
+        *x = (*x - max) / row.temperature;
+    }
     let noisy = |id: u32| {
         let words = philox4x32(row.seed, [id / 4, row.position, 0, 0]);
         let u = uniform(words[(id % 4) as usize]);

@@ -15,6 +15,7 @@
 
 mod chain;
 mod detokenize;
+mod guard;
 mod stop;
 mod stream;
 #[cfg(test)]
@@ -73,6 +74,16 @@ pub enum TextError {
         path: PathBuf,
         /// The decoder, with the setting that is at fault.
         decoder: String,
+    },
+    /// The tokenizer file has a normaliser that could turn a short text into an endless one.
+    #[error("tokenizer {}: its normaliser makes text grow {growth}-fold; the limit is {limit}", path.display())]
+    NormaliserGrowth {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that one byte can become.
+        growth: u64,
+        /// The limit.
+        limit: u64,
     },
     /// The tokenizer failed on a text.
     #[error("cannot tokenize a text of {bytes} bytes: {reason}")]

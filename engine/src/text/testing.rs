@@ -71,13 +71,22 @@ fn replace() -> DecoderWrapper {
 
 /// GPT-2's kind: the 256 bytes, some of their pairs, and a token outside the alphabet.
 pub fn byte_level() -> Tokenizer {
+    Tokenizer::from_inner(byte_level_inner())
+}
+
+/// The file of [`byte_level`].
+pub fn byte_level_json() -> String {
+    byte_level_inner().to_string(false).expect("serialises")
+}
+
+fn byte_level_inner() -> tokenizers::Tokenizer {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();
     let pairs = ["ðŁ", "ĺĢ", "½ł", "Ġa", "Ã©", "a b"];
     let tokens = alphabet.into_iter().map(String::from).chain(pairs.map(str::to_owned)).collect();
     let mut tokenizer = build(tokens, Some(ByteLevel::default().into()));
     tokenizer.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
-    Tokenizer::from_inner(tokenizer)
+    tokenizer
 }
 
 /// Id of `<|s|>` in [`byte_level`].

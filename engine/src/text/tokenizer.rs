@@ -8,6 +8,7 @@ use std::sync::Arc;
 use tokenizers::DecoderWrapper;
 
 use super::chain::Chain;
+use super::guard::{MAX_GROWTH, growth, guarded};
 use super::{MAX_TOKENIZER_BYTES, TextError};
 
 /// A tokenizer; clones share it.
@@ -20,6 +21,8 @@ struct Inner {
     tokenizer: tokenizers::Tokenizer,
     /// 1 + the largest id.
     vocab_size: usize,
+    /// Length of the longest token as the vocabulary spells it, in bytes.
+    longest_token: usize,
     /// The decoder at the start of a text.
     chain: Chain,
 }
@@ -31,21 +34,28 @@ impl Tokenizer {
     pub fn from_inner(mut tokenizer: tokenizers::Tokenizer) -> Self {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).expect("removing the truncation checks nothing");
-        let largest_id = tokenizer.get_vocab(true).into_values().max();
-        let vocab_size = largest_id.map_or(0, |id| id as usize + 1);
+        let vocab = tokenizer.get_vocab(true);
+        let vocab_size = vocab.values().max().map_or(0, |&id| id as usize + 1);
+        let longest_token = vocab.keys().map(String::len).max().unwrap_or(0);
         let chain = Chain::new(tokenizer.get_decoder());
-        Self { inner: Arc::new(Inner { tokenizer, vocab_size, chain }) }
+        Self { inner: Arc::new(Inner { tokenizer, vocab_size, longest_token, chain }) }
     }
 
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
     /// The file cannot be read, is longer than [`MAX_TOKENIZER_BYTES`], is not a tokenizer, or
-    /// has a decoder that is not supported.
+    /// has a decoder or a normaliser that is not supported.
     pub fn from_file(path: &Path) -> Result<Self, TextError> {
         let bytes = read_limited(path, MAX_TOKENIZER_BYTES)?;
-        let tokenizer = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| TextError::Parse { path: path.into(), reason: e.to_string() })?;
+        let parse = || tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string());
+        let tokenizer =
+            guarded(parse).map_err(|reason| TextError::Parse { path: path.into(), reason })?;
+        let growth = tokenizer.get_normalizer().map_or(1, growth);
+        if growth > MAX_GROWTH {
+            let limit = MAX_GROWTH;
+            return Err(TextError::NormaliserGrowth { path: path.into(), growth, limit });
+        }
         if let Some(decoder) = tokenizer.get_decoder().and_then(unsupported_decoder) {
             return Err(TextError::UnsupportedDecoder { path: path.into(), decoder });
         }
@@ -59,12 +69,11 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer fails on the text, such as for a word that it has no token for.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .inner
-            .tokenizer
-            .encode_fast(text, add_special_tokens)
-            .map_err(|e| TextError::Encode { bytes: text.len(), reason: e.to_string() })?;
-        Ok(encoding.get_ids().to_vec())
+        let encode = || {
+            let encoding = self.inner.tokenizer.encode_fast(text, add_special_tokens);
+            encoding.map(|e| e.get_ids().to_vec()).map_err(|e| e.to_string())
+        };
+        guarded(encode).map_err(|reason| TextError::Encode { bytes: text.len(), reason })
     }
 
     /// The text of `ids` as a whole; `skip_special` leaves special tokens out. Ids outside the
@@ -78,10 +87,8 @@ impl Tokenizer {
         if !ids.iter().any(has_text) {
             return Ok(String::new());
         }
-        self.inner
-            .tokenizer
-            .decode(ids, skip_special)
-            .map_err(|e| TextError::Decode { reason: e.to_string() })
+        let decode = || self.inner.tokenizer.decode(ids, skip_special).map_err(|e| e.to_string());
+        guarded(decode).map_err(|reason| TextError::Decode { reason })
     }
 
     /// The text of one token as it reads in the middle of a text (a leading space stays), special
@@ -102,6 +109,12 @@ impl Tokenizer {
     /// 1 + the largest id, added tokens included: the number of logits that can be sampled.
     pub fn vocab_size(&self) -> usize {
         self.inner.vocab_size
+    }
+
+    /// The longest text, in bytes, that can be `max_tokens` tokens or fewer: a longer one need
+    /// not be encoded to know that it does not fit.
+    pub fn max_bytes(&self, max_tokens: usize) -> usize {
+        max_tokens.saturating_mul(self.inner.longest_token)
     }
 
     /// The id of a token given as the vocabulary spells it.

@@ -1,0 +1,101 @@
+//! What keeps a hostile `tokenizer.json` from harming: panics become errors, and normalisers that
+//! could turn a short text into an endless one are recognised.
+
+use serde_json::Value;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tokenizers::NormalizerWrapper;
+
+/// Most bytes that replacements may make of one byte. Real ones make three (space to `▁`).
+pub(super) const MAX_GROWTH: u64 = 64;
+
+/// Calls into the `tokenizers` crate, whose parts check some of their settings by panicking.
+pub(super) fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    // Nothing of ours is changed by the call, so nothing can be left half-done.
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(message(&*panic)))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
+    format!("the tokenizer panicked: {text}")
+}
+
+/// Bytes that one byte of text can become through a normaliser's replacements.
+pub(super) fn growth(normalizer: &NormalizerWrapper) -> u64 {
+    // Settings of the parts are private; their serialised form is the documented one.
+    serde_json::to_value(normalizer).map_or(u64::MAX, |value| growth_of(&value))
+}
+
+fn growth_of(normalizer: &Value) -> u64 {
+    let replaced = match normalizer["type"].as_str() {
+        Some("Sequence") => {
+            let parts = normalizer["normalizers"].as_array().map_or(&[][..], Vec::as_slice);
+            return parts.iter().map(growth_of).fold(1, u64::saturating_mul);
+        }
+        Some("Replace") => &normalizer["pattern"],
+        _ => return 1,
+    };
+    let content = normalizer["content"].as_str().map_or(0, str::len) as u64;
+    // A regular expression may match a single byte, or none at all.
+    let pattern = replaced["String"].as_str().map_or(1, str::len) as u64;
+    content.checked_div(pattern).unwrap_or(u64::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::{TextError, Tokenizer, testing};
+
+    /// A byte-level tokenizer's file with one part replaced.
+    fn with(part: &str, value: &str) -> Result<Tokenizer, TextError> {
+        let json = testing::byte_level_json();
+        let mut file: Value = serde_json::from_str(&json).expect("JSON");
+        file[part] = serde_json::from_str(value).expect("JSON");
+        let dir = std::env::temp_dir().join(format!("quire-guard-{part}-{}", value.len()));
+        std::fs::write(&dir, file.to_string()).expect("written");
+        let result = Tokenizer::from_file(&dir);
+        std::fs::remove_file(&dir).expect("removed");
+        result
+    }
+
+    #[test]
+    fn parts_that_panic_are_errors() {
+        for (part, value) in [
+            ("normalizer", r#"{"type":"Precompiled","precompiled_charsmap":"AAAA"}"#),
+            ("pre_tokenizer", r#"{"type":"FixedLength","length":0}"#),
+            (
+                "post_processor",
+                r#"{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"nope",
+                    "type_id":0}}],"pair":[],"special_tokens":{}}"#,
+            ),
+        ] {
+            let error = match with(part, value) {
+                Err(error) => error,
+                Ok(tokenizer) => tokenizer.encode("hello", true).expect_err(part),
+            };
+            assert!(!error.to_string().is_empty(), "{part}");
+        }
+    }
+
+    #[test]
+    fn replacements_that_multiply_text_are_refused() {
+        let replace = |pattern: &str, times: usize| {
+            let content = "a".repeat(times);
+            format!(r#"{{"type":"Replace","pattern":{pattern},"content":"{content}"}}"#)
+        };
+        let twice = |part: &str| format!(r#"{{"type":"Sequence","normalizers":[{part},{part}]}}"#);
+        for bad in [
+            replace(r#"{"String":"a"}"#, 65),
+            replace(r#"{"Regex":"a+"}"#, 65),
+            replace(r#"{"String":""}"#, 1),
+            twice(&replace(r#"{"String":"a"}"#, 9)),
+        ] {
+            let refused =
+                matches!(with("normalizer", &bad), Err(TextError::NormaliserGrowth { .. }));
+            assert!(refused, "{bad}");
+        }
+        assert!(with("normalizer", &replace(r#"{"String":" "}"#, 3)).is_ok());
+        assert!(with("normalizer", &twice(&replace(r#"{"String":"ab"}"#, 16))).is_ok());
+    }
+}
