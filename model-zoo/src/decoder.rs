@@ -145,10 +145,11 @@ impl<B: Backend> Loader<'_, B> {
         spec: &DecoderSpec,
         positions: usize,
     ) -> Result<Rope<B::Vector>, ModelError> {
-        let inv_freq = spec.rope.inv_freq();
+        let inv_freq = spec.rope.inv_freq(positions);
+        let scale = spec.rope.attention_factor();
         let angles = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f64 * f));
         let (cos, sin): (Vec<f32>, Vec<f32>) =
-            angles.map(|a| (a.cos() as f32, a.sin() as f32)).unzip();
+            angles.map(|a| ((scale * a.cos()) as f32, (scale * a.sin()) as f32)).unzip();
         Ok(Rope {
             cos: self.backend.vector(&cos)?,
             sin: self.backend.vector(&sin)?,

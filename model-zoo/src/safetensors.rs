@@ -166,6 +166,15 @@ impl WeightSource for SafetensorsSource {
     }
 }
 
+/// Checks the contents of one safetensors file as [`SafetensorsSource::open`] does; `path` is what
+/// messages call it.
+///
+/// # Errors
+/// The header is malformed, or does not describe the rest of the file.
+pub fn check_file(path: &Path, contents: &[u8]) -> Result<(), LoadError> {
+    parse_header(path, contents).map(drop)
+}
+
 /// The tensors of a file, in offset order.
 fn parse_header(path: &Path, file: &[u8]) -> Result<Vec<TensorHeader>, LoadError> {
     let malformed = |problem: String| LoadError::malformed(path, problem);

@@ -23,8 +23,26 @@ pub enum SourceDtype {
     Q4_0,
     /// 32 elements: f16 scale, f16 minimum, 4-bit values.
     Q4_1,
+    /// 32 elements: f16 scale, 5-bit values around 16.
+    Q5_0,
+    /// 32 elements: f16 scale, f16 minimum, 5-bit values.
+    Q5_1,
+    /// 256 elements: 2-bit values, sixteen 4-bit scales and minima, f16 scale, f16 minimum.
+    Q2K,
+    /// 256 elements: 3-bit values around 4, sixteen 6-bit scales, f16 scale.
+    Q3K,
+    /// 256 elements: 4-bit values, eight 6-bit scales and minima, f16 scale, f16 minimum.
+    Q4K,
+    /// 256 elements: 5-bit values, eight 6-bit scales and minima, f16 scale, f16 minimum.
+    Q5K,
     /// 256 elements: 6-bit values around 32, sixteen 8-bit scales, f16 scale.
     Q6K,
+    /// 32 elements: f16 scale, 4-bit indices of a table.
+    Iq4Nl,
+    /// 256 elements: f16 scale, eight 6-bit scales, 4-bit indices of a table.
+    Iq4Xs,
+    /// 32 elements: power-of-two scale, 4-bit floats (OCP microscaling).
+    Mxfp4,
 }
 
 impl SourceDtype {
@@ -32,8 +50,9 @@ impl SourceDtype {
     pub const fn block_elements(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
-            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => 32,
-            Self::Q6K => 256,
+            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 => 32,
+            Self::Iq4Nl | Self::Mxfp4 => 32,
+            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Iq4Xs => 256,
         }
     }
 
@@ -45,7 +64,16 @@ impl SourceDtype {
             Self::Q8_0 => 34,
             Self::Q4_0 => 18,
             Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q2K => 84,
+            Self::Q3K => 110,
+            Self::Q4K => 144,
+            Self::Q5K => 176,
             Self::Q6K => 210,
+            Self::Iq4Nl => 18,
+            Self::Iq4Xs => 136,
+            Self::Mxfp4 => 17,
         }
     }
 
@@ -58,7 +86,16 @@ impl SourceDtype {
             Self::Q8_0 => "Q8_0",
             Self::Q4_0 => "Q4_0",
             Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q2K => "Q2_K",
+            Self::Q3K => "Q3_K",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
+            Self::Iq4Nl => "IQ4_NL",
+            Self::Iq4Xs => "IQ4_XS",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 }

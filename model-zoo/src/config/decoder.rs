@@ -31,7 +31,11 @@ pub(super) fn read_decoder(
     let num_heads = config.required_count("num_attention_heads", MAX_HEADS)?;
     let num_kv_heads = match config.count("num_key_value_heads", 1..=MAX_HEADS)? {
         Some(heads) => heads,
-        None => defaults.num_kv_heads.unwrap_or(num_heads),
+        // Null stands for one a query head; only an absent key has the family's default.
+        None => defaults
+            .num_kv_heads
+            .filter(|_| !config.has("num_key_value_heads"))
+            .unwrap_or(num_heads),
     };
     let head_dim = match config.count("head_dim", 1..=MAX_HEAD_DIM)? {
         Some(dim) => dim,
@@ -40,6 +44,10 @@ pub(super) fn read_decoder(
             None => derived_head_dim(config, hidden_size, num_heads)?,
         },
     };
+    let max_position_embeddings = config
+        .count("max_position_embeddings", 1..=MAX_POSITIONS)?
+        .unwrap_or(defaults.max_position_embeddings);
+    let rope = read_rope(config, head_dim, max_position_embeddings)?;
     Ok(DecoderSpec {
         architecture: config.architecture()?.to_owned(),
         vocab_size: config.required_count("vocab_size", MAX_VOCAB_SIZE)?,
@@ -50,10 +58,8 @@ pub(super) fn read_decoder(
         num_kv_heads,
         head_dim,
         rms_norm_eps: config.float("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-        rope: read_rope(config, head_dim)?,
-        max_position_embeddings: config
-            .count("max_position_embeddings", 1..=MAX_POSITIONS)?
-            .unwrap_or(defaults.max_position_embeddings),
+        max_position_embeddings: rope.scaling.stretched(max_position_embeddings),
+        rope,
         tie_word_embeddings: config.flag("tie_word_embeddings")?.unwrap_or(false),
         qkv_bias: false,
         o_bias: false,

@@ -7,11 +7,10 @@ use std::{
 
 use serde_json::{Map, Value};
 
-use super::MAX_CONFIG_BYTES;
-use crate::{
-    error::{LoadError, quoted},
-    folder::ModelFolder,
-};
+use crate::error::{LoadError, quoted};
+
+/// Most token ids that a key such as `eos_token_id` may list.
+const MAX_TOKEN_IDS: usize = 256;
 
 /// A JSON object from a file, or one nested in it. A key that is null counts as absent.
 #[derive(Debug, Clone)]
@@ -23,12 +22,6 @@ pub(super) struct JsonFile {
 }
 
 impl JsonFile {
-    /// Reads a file of the folder; `None` if there is none of that name.
-    pub(super) fn read(folder: &ModelFolder, name: &str) -> Result<Option<Self>, LoadError> {
-        let text = folder.read_text(name, MAX_CONFIG_BYTES)?;
-        text.map(|text| Self::parse(&folder.path().join(name), &text)).transpose()
-    }
-
     /// Parses a file's text. serde_json bounds the nesting, so depth cannot overflow the stack.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, LoadError> {
         match serde_json::from_str(text) {
@@ -67,7 +60,7 @@ impl JsonFile {
         self.error(key, format!("is {}; it must be {wanted}", kind(value)))
     }
 
-    fn missing(&self, key: &str) -> LoadError {
+    pub(super) fn missing(&self, key: &str) -> LoadError {
         self.error(key, "is missing")
     }
 
@@ -148,6 +141,20 @@ impl JsonFile {
         }
     }
 
+    pub(super) fn floats(&self, key: &str) -> Result<Option<Vec<f64>>, LoadError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let floats = value.as_array().map(|a| a.iter().map(Value::as_f64).collect());
+        match floats {
+            Some(Some(floats)) => Ok(Some(floats)),
+            _ => Err(self.wrong_type(key, value, "a list of numbers")),
+        }
+    }
+
+    /// The first key whose value is an object.
+    pub(super) fn first_object(&self) -> Option<&str> {
+        self.object.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+    }
+
     /// One token id, or a list of them; empty if absent.
     pub(super) fn token_ids(&self, key: &str) -> Result<Vec<u32>, LoadError> {
         let values = match self.get(key) {
@@ -155,6 +162,10 @@ impl JsonFile {
             Some(Value::Array(values)) => &values[..],
             Some(value) => std::slice::from_ref(value),
         };
+        if values.len() > MAX_TOKEN_IDS {
+            let problem = format!("lists {} token ids; the limit is {MAX_TOKEN_IDS}", values.len());
+            return Err(self.error(key, problem));
+        }
         let ids = values.iter().map(|value| match value {
             Value::Number(n) => n.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| {
                 self.error(key, format!("holds {n}; token ids are 0 to {}", u32::MAX))

@@ -24,6 +24,9 @@ use json::JsonFile;
 /// Longest config file, in bytes.
 pub const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
+const CONFIG: &str = "config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 type ReadSpec = fn(&JsonFile) -> Result<DecoderSpec, LoadError>;
 
 /// Every known architecture, by its name in `architectures`, and what reads its config.
@@ -56,10 +59,26 @@ pub fn supported_architectures() -> impl Iterator<Item = &'static str> {
 /// quantisation is not supported.
 pub fn read_config(dir: &Path) -> Result<ModelConfig, LoadError> {
     let folder = ModelFolder::open(dir)?;
-    let Some(config) = JsonFile::read(&folder, "config.json")? else {
-        return Err(LoadError::malformed(dir, "holds no config.json"));
+    let Some(config) = folder.read_text(CONFIG, MAX_CONFIG_BYTES)? else {
+        return Err(LoadError::malformed(dir, format!("holds no {CONFIG}")));
     };
-    let generation = JsonFile::read(&folder, "generation_config.json")?;
+    let generation = folder.read_text(GENERATION_CONFIG, MAX_CONFIG_BYTES)?;
+    parse_config(dir, &config, generation.as_deref())
+}
+
+/// Reads the texts of `config.json` and `generation_config.json`; `dir` is the folder that messages
+/// say they come from.
+///
+/// # Errors
+/// Those of [`read_config`] that concern contents.
+pub fn parse_config(
+    dir: &Path,
+    config: &str,
+    generation: Option<&str>,
+) -> Result<ModelConfig, LoadError> {
+    let config = JsonFile::parse(&dir.join(CONFIG), config)?;
+    let generation =
+        generation.map(|text| JsonFile::parse(&dir.join(GENERATION_CONFIG), text)).transpose()?;
     parse(&config, generation.as_ref())
 }
 

@@ -150,7 +150,7 @@ fn a52_every_spelling_of_rope_is_read() {
 
 #[test]
 fn a52_unknown_rope_kinds_are_refused_by_name() {
-    for kind in ["linear", "dynamic", "yarn", "longrope", "su", "mrope"] {
+    for kind in ["mrope", "proportional", "ntk"] {
         for key in ["type", "rope_type"] {
             let scaling = json!({key: kind, "factor": 2.0});
             assert_refused(&[("rope_scaling", scaling)], &["rope type", kind]);
@@ -161,7 +161,80 @@ fn a52_unknown_rope_kinds_are_refused_by_name() {
     assert_refused(&[("rope_scaling", json!({"factor": 2.0}))], &["rope_scaling.rope_type"]);
     let half = json!({"rope_type": "llama3", "factor": 2.0});
     assert_refused(&[("rope_scaling", half)], &["rope_scaling.low_freq_factor", "missing"]);
+    for (kind, key) in
+        [("dynamic", "alpha"), ("longrope", "short_mscale"), ("longrope", "long_mscale")]
+    {
+        let scaling = json!({"rope_type": kind, "factor": 2.0, key: 1.5});
+        assert_refused(&[("rope_scaling", scaling)], &["rope scaling key", key]);
+    }
+    let layers = json!({"full_attention": {"rope_type": "linear", "factor": 8.0}});
+    assert_refused(&[("rope_parameters", layers)], &["each layer type", "full_attention"]);
     assert_refused(&[("partial_rotary_factor", json!(0.5))], &["partial_rotary_factor", "0.5"]);
+}
+
+/// Frequencies and attention factors of every rope kind, as transformers computes them.
+#[test]
+fn rope_matches_transformers() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data/rope-goldens.json");
+    let goldens: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let cases = goldens["cases"].as_array().unwrap();
+    for kind in ["linear", "dynamic", "llama3", "yarn", "longrope"] {
+        let of_kind = cases.iter().filter(|c| c["config"]["rope_scaling"]["rope_type"] == *kind);
+        assert!(of_kind.count() >= 3, "{kind}");
+    }
+    for case in cases {
+        let name = &case["name"];
+        let keys = case["config"].as_object().unwrap();
+        let mut changes: Vec<(&str, Value)> =
+            keys.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
+        changes.push(("rope_parameters", json!(REMOVED)));
+        let spec = changed("llama-gqa", &changes).unwrap();
+        let context_len = case["context_len"].as_u64().unwrap() as usize;
+        assert!(spec.max_position_embeddings >= context_len, "{name}");
+        let close = |value: f64, golden: &Value| {
+            let golden = golden.as_f64().unwrap();
+            (value - golden).abs() <= 1e-6 * golden
+        };
+        assert!(close(spec.rope.attention_factor(), &case["attention_factor"]), "{name}");
+        let golden = case["inv_freq"].as_array().unwrap();
+        let inv_freq = spec.rope.inv_freq(context_len);
+        assert_eq!(inv_freq.len(), golden.len(), "{name}");
+        for (i, (freq, golden)) in inv_freq.iter().zip(golden).enumerate() {
+            assert!(close(*freq, golden), "{name}[{i}]: {freq} {golden}");
+        }
+    }
+}
+
+#[test]
+fn bad_rope_scaling_is_refused_with_its_value() {
+    let refused = |scaling: Value, parts: &[&str]| {
+        assert_refused(&[("rope_scaling", scaling)], parts);
+    };
+    for kind in ["linear", "dynamic", "yarn", "longrope"] {
+        let key = if kind == "longrope" { "short_factor" } else { "factor" };
+        let text = json!({"rope_type": kind, key: "x"});
+        refused(text, &[&format!("rope_scaling.{key}"), "must be a"]);
+    }
+    for kind in ["linear", "dynamic"] {
+        refused(json!({"rope_type": kind}), &["rope_scaling.factor", "missing"]);
+        refused(json!({"rope_type": kind, "factor": 0.5}), &[kind, "factor 0.5"]);
+        refused(json!({"rope_type": kind, "factor": 1e300}), &["max_position_embeddings"]);
+    }
+    let betas = json!({"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2});
+    refused(betas, &["beta_fast 1", "beta_slow 2"]);
+    let attention = json!({"rope_type": "yarn", "factor": 2, "attention_factor": -1});
+    refused(attention, &["attention factor", "-1"]);
+    let longrope = |short: Vec<f32>, long: Vec<f32>| {
+        let mut scaling = json!({"rope_type": "longrope", "factor": 2});
+        scaling["short_factor"] = json!(short);
+        scaling["long_factor"] = json!(long);
+        scaling
+    };
+    refused(longrope(vec![1.0; 31], vec![1.0; 32]), &["31 short_factor", "takes 32"]);
+    refused(longrope(vec![1.0; 32], vec![0.0; 32]), &["long_factor factor 0 is 0"]);
+    let one = ("original_max_position_embeddings", json!(1));
+    let scaling = ("rope_scaling", longrope(vec![1.0; 32], vec![1.0; 32]));
+    assert_refused(&[one, scaling], &["attention factor", "inf"]);
 }
 
 #[test]
@@ -252,6 +325,45 @@ fn generation_defaults_keep_explicit_zeros() {
     let error = read(r#"{"top_k": "many"}"#).unwrap_err().to_string();
     assert!(error.contains("generation_config.json") && error.contains("`top_k`"), "{error}");
     assert!(read(r#"{"temperature": true}"#).is_err());
+}
+
+#[test]
+fn generation_defaults_are_read_and_checked() {
+    let read = |text: &str| {
+        GenerationDefaults::read(&JsonFile::parse(Path::new("generation_config.json"), text)?)
+    };
+    let sampled = r#""temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
+        "repetition_penalty": 1.1, "max_new_tokens": 512"#;
+    let expected = GenerationDefaults {
+        temperature: Some(0.6),
+        top_p: Some(0.9),
+        top_k: Some(40),
+        min_p: Some(0.05),
+        repetition_penalty: Some(1.1),
+        max_new_tokens: Some(512),
+    };
+    assert_eq!(read(&format!("{{{sampled}}}")).unwrap(), expected);
+    assert_eq!(read(&format!(r#"{{{sampled}, "do_sample": true}}"#)).unwrap(), expected);
+    let greedy = GenerationDefaults {
+        temperature: Some(0.0),
+        repetition_penalty: Some(1.1),
+        max_new_tokens: Some(512),
+        ..Default::default()
+    };
+    assert_eq!(read(&format!(r#"{{{sampled}, "do_sample": false}}"#)).unwrap(), greedy);
+    for key in [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "max_new_tokens",
+        "do_sample",
+    ] {
+        let error = read(&format!(r#"{{"{key}": "x"}}"#)).unwrap_err().to_string();
+        assert!(error.contains(&format!("generation_config.json: key `{key}`")), "{error}");
+    }
+    assert!(read(r#"{"max_new_tokens": 0}"#).unwrap_err().to_string().contains("is 0"));
 }
 
 #[test]
@@ -377,8 +489,10 @@ proptest! {
         if let Ok(spec) = spec_of(&config) {
             prop_assert!(spec.num_heads.is_multiple_of(spec.num_kv_heads));
             prop_assert_eq!(spec.windows.len(), spec.num_layers);
-            prop_assert_eq!(spec.rope.inv_freq().len() * 2, spec.rope.rot_dim);
-            prop_assert!(spec.rope.inv_freq().iter().all(|f| f.is_finite()));
+            let inv_freq = spec.rope.inv_freq(spec.max_position_embeddings);
+            prop_assert_eq!(inv_freq.len() * 2, spec.rope.rot_dim);
+            prop_assert!(inv_freq.iter().all(|f| f.is_finite()));
+            prop_assert!(spec.rope.attention_factor().is_finite());
         }
     }
 
@@ -388,4 +502,17 @@ proptest! {
             prop_assert!(parse(&config, None).is_err());
         }
     }
+}
+
+#[test]
+fn a_null_number_of_kv_heads_is_one_a_query_head() {
+    let kv_heads = |value| changed("mistral-full", &[("num_key_value_heads", value)]);
+    let heads = golden_spec("mistral-full").num_heads;
+    assert_eq!(kv_heads(Value::Null).unwrap().num_kv_heads, heads);
+}
+
+#[test]
+fn endless_lists_of_token_ids_are_refused() {
+    let ids: Vec<u32> = (0..300).collect();
+    assert_refused(&[("eos_token_id", json!(ids))], &["eos_token_id", "lists 300", "limit is 256"]);
 }

@@ -41,6 +41,18 @@ pub enum Array {
     String(Vec<String>),
 }
 
+impl Array {
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            Self::Unsigned(list) => list.is_empty(),
+            Self::Signed(list) => list.is_empty(),
+            Self::Float(list) => list.is_empty(),
+            Self::Bool(list) => list.is_empty(),
+            Self::String(list) => list.is_empty(),
+        }
+    }
+}
+
 impl Value {
     fn kind(&self) -> &'static str {
         match self {
@@ -167,6 +179,14 @@ impl Metadata {
             None => Ok(None),
             Some(Value::Array(Array::String(strings))) => Ok(Some(strings)),
             Some(value) => Err(self.wrong_kind(key, value, "a list of strings")),
+        }
+    }
+
+    pub(super) fn floats(&self, key: &str) -> Result<Option<&[f64]>, LoadError> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Array(Array::Float(floats))) => Ok(Some(floats)),
+            Some(value) => Err(self.wrong_kind(key, value, "a list of floats")),
         }
     }
 

@@ -13,12 +13,16 @@ mod header;
 mod metadata;
 mod names;
 mod reader;
+mod rope;
 mod source;
 mod spec;
 mod tokenizer;
 mod types;
 
-use std::path::{Path, PathBuf};
+use std::{
+    ops::Deref,
+    path::{Path, PathBuf},
+};
 
 use memmap2::Mmap;
 
@@ -31,11 +35,27 @@ use crate::{
 };
 use header::{Header, TensorInfo};
 
-/// One memory-mapped GGUF file. It must not change while this lives.
+/// One GGUF file, memory-mapped or in memory. A mapped file must not change while this lives.
 pub struct GgufFile {
     path: PathBuf,
-    data: Mmap,
+    data: Bytes,
     header: Header,
+}
+
+enum Bytes {
+    Mapped(Mmap),
+    Owned(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Owned(bytes) => bytes,
+        }
+    }
 }
 
 impl GgufFile {
@@ -44,7 +64,18 @@ impl GgufFile {
     /// # Errors
     /// The file cannot be mapped, is malformed, or holds a tensor of an unsupported type.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
-        let data = map_file(path)?;
+        Self::new(path, Bytes::Mapped(map_file(path)?))
+    }
+
+    /// Takes a file's contents; `path` is what messages call it.
+    ///
+    /// # Errors
+    /// Those of [`GgufFile::open`] but for mapping.
+    pub fn from_bytes(path: &Path, contents: Vec<u8>) -> Result<Self, LoadError> {
+        Self::new(path, Bytes::Owned(contents))
+    }
+
+    fn new(path: &Path, data: Bytes) -> Result<Self, LoadError> {
         let header = header::parse(path, &data)?;
         Ok(Self { path: path.to_owned(), data, header })
     }

@@ -1,7 +1,9 @@
 //! GGUF tensor names to Hugging Face's.
 
-/// Divisors of the rotary frequencies: part of the spec, not a weight.
-pub(super) const ROPE_FREQS: &str = "rope_freqs.weight";
+/// Divisors of the rotary frequencies, always, in short and in long contexts: part of the spec, not
+/// weights.
+pub(super) const ROPE_FACTORS: [&str; 3] =
+    ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 pub(super) const TOKEN_EMBEDDING: &str = "token_embd.weight";
 pub(super) const OUTPUT: &str = "output.weight";
 

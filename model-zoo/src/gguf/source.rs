@@ -56,7 +56,7 @@ impl GgufSource {
         let is_permuted = is_permuted(file.metadata())?;
         let mut tensors = BTreeMap::new();
         for (index, tensor) in file.header.tensors.iter().enumerate() {
-            if tensor.name == names::ROPE_FREQS {
+            if names::ROPE_FACTORS.contains(&tensor.name.as_str()) {
                 continue;
             }
             let Some(name) = names::hugging_face_name(&tensor.name) else {

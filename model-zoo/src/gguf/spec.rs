@@ -1,11 +1,11 @@
 //! Metadata keys to a [`DecoderSpec`].
 
-use super::{GgufFile, Metadata, names, tokenizer::special_ids};
+use super::{GgufFile, Metadata, names, rope::read_rope, tokenizer::special_ids};
 use crate::{
     error::LoadError,
     spec::{
         DecoderSpec, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN_SIZE, MAX_INTERMEDIATE_SIZE, MAX_LAYERS,
-        MAX_POSITIONS, MAX_VOCAB_SIZE, RopeScaling, RopeSpec,
+        MAX_POSITIONS, MAX_VOCAB_SIZE,
     },
 };
 
@@ -66,6 +66,8 @@ pub(super) fn read_spec(file: &GgufFile) -> Result<DecoderSpec, LoadError> {
     let num_heads = count("attention.head_count", MAX_HEADS)?;
     let head_dim = read_head_dim(metadata, &key, hidden_size, num_heads)?;
     let window = metadata.count(&key("attention.sliding_window"), 0..=MAX_POSITIONS)?;
+    let context_length = count("context_length", MAX_POSITIONS)?;
+    let rope = read_rope(file, architecture.gguf, head_dim, context_length)?;
     let eps_key = key("attention.layer_norm_rms_epsilon");
     let (bos, eos) = special_ids(metadata)?;
     let has = |gguf_name: &str| file.tensor(gguf_name).is_some();
@@ -81,8 +83,8 @@ pub(super) fn read_spec(file: &GgufFile) -> Result<DecoderSpec, LoadError> {
             .unwrap_or(num_heads),
         head_dim,
         rms_norm_eps: metadata.float(&eps_key)?.ok_or_else(|| metadata.missing(&eps_key))? as f32,
-        rope: read_rope(file, &key, head_dim)?,
-        max_position_embeddings: count("context_length", MAX_POSITIONS)?,
+        max_position_embeddings: rope.scaling.stretched(context_length),
+        rope,
         tie_word_embeddings: !has(names::OUTPUT),
         qkv_bias: has("blk.0.attn_q.bias"),
         o_bias: has("blk.0.attn_output.bias"),
@@ -157,41 +159,4 @@ fn read_head_dim(
         }
         _ => Ok(head_dim),
     }
-}
-
-fn read_rope(
-    file: &GgufFile,
-    key: &impl Fn(&str) -> String,
-    head_dim: usize,
-) -> Result<RopeSpec, LoadError> {
-    let metadata = file.metadata();
-    let factor = match metadata.string(&key("rope.scaling.type"))? {
-        None | Some("none") => metadata.float(&key("rope.scale_linear"))?.unwrap_or(1.0),
-        Some("linear") => {
-            let factor_key = key("rope.scaling.factor");
-            metadata.float(&factor_key)?.ok_or_else(|| metadata.missing(&factor_key))?
-        }
-        Some(kind) => return Err(LoadError::unsupported(metadata.path(), "rope scaling", kind)),
-    };
-    if factor != 1.0 {
-        let name = format!("linear by {factor}");
-        return Err(LoadError::unsupported(metadata.path(), "rope scaling", &name));
-    }
-    let rot_dim =
-        metadata.count(&key("rope.dimension_count"), 1..=MAX_HEAD_DIM)?.unwrap_or(head_dim);
-    Ok(RopeSpec {
-        theta: metadata.float(&key("rope.freq_base"))?.unwrap_or(10000.0),
-        rot_dim,
-        // The source undoes the row order that pairs neighbours.
-        interleaved: false,
-        scaling: read_factors(file, rot_dim / 2)?,
-    })
-}
-
-/// Llama 3's scaling: its converter stores each frequency's divisor as a tensor.
-fn read_factors(file: &GgufFile, len: usize) -> Result<RopeScaling, LoadError> {
-    let Some(tensor) = file.tensor(names::ROPE_FREQS) else { return Ok(RopeScaling::None) };
-    let mut factors = vec![0.0; len];
-    file.read_row(tensor, 0, &mut factors)?;
-    Ok(RopeScaling::Factors(factors))
 }

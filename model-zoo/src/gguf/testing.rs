@@ -1,9 +1,5 @@
 //! Writes GGUF files for tests, well-formed or not.
 
-use std::path::PathBuf;
-
-use tempfile::TempDir;
-
 /// A GGUF file in the making.
 #[derive(Clone)]
 pub(super) struct Builder {
@@ -118,14 +114,6 @@ impl Builder {
         out.resize(out.len().next_multiple_of(self.alignment), 0);
         out.extend(&self.data);
         out
-    }
-
-    /// Writes the file; it lives as long as the folder.
-    pub(super) fn write(&self) -> (TempDir, PathBuf) {
-        let dir = TempDir::new().unwrap();
-        let path = dir.path().join("model.gguf");
-        std::fs::write(&path, self.bytes()).unwrap();
-        (dir, path)
     }
 }
 

@@ -6,7 +6,7 @@ use tokenizers::{PreTokenizer, pre_tokenizers::byte_level::ByteLevel};
 use super::{testing::Builder, *};
 use crate::{
     source::{SourceDtype, WeightSource},
-    spec::{RopeScaling, RopeSpec},
+    spec::{LongRope, RopeScaling, RopeSpec, Yarn},
     weights::{check_weights, expected_weights, layer_weight},
 };
 
@@ -58,8 +58,7 @@ fn tiny(architecture: &str) -> Builder {
 }
 
 fn open(builder: &Builder) -> Result<GgufFile, String> {
-    let (_dir, path) = builder.write();
-    GgufFile::open(&path).map_err(|e| e.to_string())
+    GgufFile::from_bytes(Path::new("dir/model.gguf"), builder.bytes()).map_err(|e| e.to_string())
 }
 
 fn spec(builder: &Builder) -> Result<DecoderSpec, String> {
@@ -120,6 +119,17 @@ fn metadata_becomes_a_spec() {
 }
 
 #[test]
+fn files_are_mapped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    std::fs::write(&path, tiny("llama").bytes()).unwrap();
+    let file = GgufFile::open(&path).unwrap();
+    assert_eq!(file.spec().unwrap(), spec(&tiny("llama")).unwrap());
+    let missing = GgufFile::open(&dir.path().join("other.gguf")).err().expect("is not there");
+    assert_says(&missing.to_string(), &["other.gguf"]);
+}
+
+#[test]
 fn optional_keys_and_tensors_change_the_spec() {
     let mistral = spec(&tiny("llama").u32("llama.attention.sliding_window", 64)).unwrap();
     assert_eq!(mistral.windows, [Some(64)]);
@@ -127,11 +137,93 @@ fn optional_keys_and_tensors_change_the_spec() {
     assert!(!untied.tie_word_embeddings);
     let eot = spec(&tiny("llama").u32("tokenizer.ggml.eot_token_id", 7)).unwrap();
     assert_eq!(eot.eos, [2, 7]);
+    let all =
+        tiny("llama").u32("tokenizer.ggml.eot_token_id", 2).u32("tokenizer.ggml.eom_token_id", 9);
+    assert_eq!(spec(&all).unwrap().eos, [2, 9]);
     let qwen2 = spec(&ramp_tensor(tiny("qwen2"), "blk.0.attn_q.bias", &[32])).unwrap();
     assert!(qwen2.qkv_bias && !qwen2.qk_norm);
     assert!(spec(&tiny("qwen3")).unwrap().qk_norm);
     let wide = tiny("qwen3").u32("qwen3.attention.key_length", 32);
     assert_eq!(spec(&wide).unwrap().head_dim, 32);
+}
+
+#[test]
+fn rope_scaling_comes_from_keys() {
+    let rope = |builder: Builder| spec(&builder).map(|spec| spec.rope);
+    let scaling = |builder: Builder| rope(builder).map(|rope| rope.scaling);
+    let kind = |kind: &str| tiny("llama").string("llama.rope.scaling.type", kind);
+    let factor = |builder: Builder, factor| builder.f32("llama.rope.scaling.factor", factor);
+    assert_eq!(scaling(kind("none")), Ok(RopeScaling::None));
+    assert_eq!(scaling(factor(kind("none"), 4.0)), Ok(RopeScaling::None));
+    assert_eq!(scaling(tiny("llama").f32("llama.rope.scale_linear", 1.0)), Ok(RopeScaling::None));
+    let linear = Ok(RopeScaling::Linear { factor: 4.0 });
+    assert_eq!(scaling(factor(kind("linear"), 4.0)), linear);
+    assert_eq!(scaling(factor(tiny("llama"), 4.0)), linear);
+    assert_eq!(scaling(tiny("llama").f32("llama.rope.scale_linear", 4.0)), linear);
+    assert_eq!(spec(&factor(kind("linear"), 2.5)).unwrap().max_position_embeddings, 320);
+
+    let yarn = factor(kind("yarn"), 4.0)
+        .u32("llama.rope.scaling.original_context_length", 64)
+        .f32("llama.rope.scaling.yarn_beta_slow", 2.0)
+        .f32("llama.rope.scaling.attn_factor", 0.5);
+    let expected = Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: 64,
+        beta_fast: 32.0,
+        beta_slow: 2.0,
+        truncate: true,
+        attention_factor: 0.5 * (1.0 + 0.1 * 4f64.ln()),
+    };
+    assert_eq!(scaling(yarn.clone()), Ok(RopeScaling::Yarn(expected)));
+    assert_eq!(spec(&yarn).unwrap().max_position_embeddings, 256);
+    assert!(rope(yarn.clone().f32("llama.rope.scaling.yarn_ext_factor", -1.0)).is_ok());
+
+    let refused = |builder: Builder, parts: &[&str]| {
+        assert_says(&spec(&builder).unwrap_err(), parts);
+    };
+    refused(kind("su"), &["rope scaling `su`"]);
+    refused(kind("linear"), &["`llama.rope.scaling.factor`", "missing"]);
+    refused(kind("yarn"), &["`llama.rope.scaling.factor`", "missing"]);
+    refused(factor(kind("linear"), 0.5), &["factor 0.5", "at least 1"]);
+    refused(factor(kind("linear"), 1e30), &["max_position_embeddings", "134217728"]);
+    let key = |key: &str, value| yarn.clone().f32(&format!("llama.rope.scaling.{key}"), value);
+    refused(key("yarn_ext_factor", 0.5), &["yarn_ext_factor 0.5"]);
+    refused(key("yarn_log_multiplier", 0.1), &["yarn_log_multiplier 0.1"]);
+    refused(key("yarn_beta_fast", 1.0), &["beta_fast 1", "beta_slow 2"]);
+    let sharp = factor(kind("linear"), 2.0).f32("llama.rope.scaling.attn_factor", 2.0);
+    refused(sharp, &["attn_factor 2"]);
+}
+
+#[test]
+fn longrope_comes_from_two_tensors() {
+    let with = |builder: Builder, name: &str, divisor: f32| {
+        builder.floats(&format!("rope_factors_{name}.weight"), &[8], &[divisor; 8])
+    };
+    let both = with(with(tiny("llama"), "short", 1.0), "long", 4.0)
+        .u32("llama.rope.scaling.original_context_length", 32)
+        .f32("llama.rope.scaling.attn_factor", 1.25);
+    let expected = LongRope {
+        short_factor: vec![1.0; 8],
+        long_factor: vec![4.0; 8],
+        original_max_position_embeddings: 32,
+        attention_factor: 1.25,
+    };
+    let longrope = both.clone().string("llama.rope.scaling.type", "longrope");
+    for builder in [&both, &longrope] {
+        let (spec, source) = source(builder);
+        assert_eq!(spec.rope.scaling, RopeScaling::LongRope(expected.clone()));
+        check_weights(&spec, &source).unwrap();
+    }
+    let refused = |builder: Builder, parts: &[&str]| {
+        assert_says(&spec(&builder).unwrap_err(), parts);
+    };
+    refused(with(tiny("llama"), "short", 1.0), &["rope_factors_long.weight"]);
+    let freqs = both.clone().floats("rope_freqs.weight", &[8], &[1.0; 8]);
+    refused(freqs, &["rope_freqs.weight alone"]);
+    let yarn = both.string("llama.rope.scaling.type", "yarn");
+    refused(yarn, &["yarn with other divisors"]);
+    let bare = tiny("llama").string("llama.rope.scaling.type", "longrope");
+    refused(bare, &["longrope with no divisors"]);
 }
 
 #[test]
@@ -275,12 +367,6 @@ fn bad_keys_are_refused_by_name() {
     refused(tiny().u32("llama.attention.head_count_kv", 3), &["must be a multiple of", "heads 3"]);
     refused(tiny().u32("llama.expert_count", 8), &["mixture of experts", "8"]);
     refused(tiny().u32("llama.rope.dimension_count", 8), &["dimension_count", "is 8"]);
-    refused(tiny().string("llama.rope.scaling.type", "yarn"), &["rope scaling `yarn`"]);
-    let linear = tiny().string("llama.rope.scaling.type", "linear");
-    refused(linear.clone(), &["rope.scaling.factor", "missing"]);
-    refused(linear.clone().f32("llama.rope.scaling.factor", 2.0), &["linear by 2"]);
-    assert!(spec(&linear.f32("llama.rope.scaling.factor", 1.0)).is_ok());
-    refused(tiny().f32("llama.rope.scale_linear", 4.0), &["linear by 4"]);
     refused(tiny().u32("llama.attention.value_length", 32), &["value_length", "is 32"]);
     refused(tiny().u32("tokenizer.ggml.eos_token_id", 300), &["token id 300"]);
     refused(tiny().strings("tokenizer.ggml.tokens", &["x"; 301]), &["300 rows", "301 tokens"]);
@@ -348,10 +434,33 @@ fn x10_tensor_dimensions_and_offsets_must_fit_the_file() {
 #[test]
 fn unsupported_block_types_are_refused_by_name() {
     for (kind, name) in
-        [(6, "Q5_0"), (12, "Q4_K"), (16, "IQ2_XXS"), (28, "F64"), (39, "MXFP4"), (99, "number 99")]
+        [(9, "Q8_1"), (15, "Q8_K"), (16, "IQ2_XXS"), (28, "F64"), (40, "NVFP4"), (99, "number 99")]
     {
         let builder = Builder::new().tensor("t", &[256], kind, &[0; 256]);
         assert_says(&parse_error(&builder.bytes()), &["`t`", name, "not supported"]);
+    }
+}
+
+#[test]
+fn rows_are_whole_blocks() {
+    for (kind, name, block) in [
+        (6, "Q5_0", 32),
+        (7, "Q5_1", 32),
+        (10, "Q2_K", 256),
+        (11, "Q3_K", 256),
+        (12, "Q4_K", 256),
+        (13, "Q5_K", 256),
+        (20, "IQ4_NL", 32),
+        (23, "IQ4_XS", 256),
+        (39, "MXFP4", 32),
+    ] {
+        let tensor = |cols: u64| Builder::new().tensor("t", &[cols, 2], kind, &[0; 4096]).bytes();
+        let header = header::parse(Path::new("m.gguf"), &tensor(2 * block)).unwrap();
+        let dtype = header.tensors[0].dtype;
+        assert_eq!(dtype.name(), name);
+        assert_eq!(header.tensors[0].data.len(), 4 * dtype.block_bytes());
+        let shown = format!("multiples of {block}");
+        assert_says(&parse_error(&tensor(block + block / 2)), &["`t`", name, &shown]);
     }
 }
 
@@ -445,12 +554,10 @@ proptest! {
         if let Some(cut) = cut {
             bytes.truncate(cut.index(bytes.len()));
         }
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("model.gguf");
-        std::fs::write(&path, &bytes).unwrap();
-        if let Ok(file) = GgufFile::open(&path) {
+        let len = bytes.len();
+        if let Ok(file) = GgufFile::from_bytes(Path::new("model.gguf"), bytes) {
             for tensor in &file.header.tensors {
-                prop_assert!(tensor.data.end <= bytes.len());
+                prop_assert!(tensor.data.end <= len);
             }
             let _ = file.tokenizer();
             if let Ok(spec) = file.spec() {
@@ -537,9 +644,10 @@ fn bad_tokenizers_are_refused() {
         assert_says(&tokenizer(&builder).unwrap_err(), parts);
     };
     let good = || tiny_with_tokenizer("smollm");
-    refused(good().string("tokenizer.ggml.model", "llama"), &["tokenizer model `llama`"]);
+    refused(good().string("tokenizer.ggml.model", "t5"), &["tokenizer model `t5`"]);
     refused(good().without("tokenizer.ggml.model"), &["`tokenizer.ggml.model`", "missing"]);
-    refused(good().string("tokenizer.ggml.pre", "tekken"), &["pre-tokenizer `tekken`"]);
+    let pre = good().string("tokenizer.ggml.pre", "grok-2");
+    refused(pre, &["`tokenizer.ggml.pre`", "pre-tokenizer `grok-2`", "known are default, gpt-2"]);
     refused(good().without("tokenizer.ggml.tokens"), &["`tokenizer.ggml.tokens`", "missing"]);
     refused(good().without("tokenizer.ggml.merges"), &["`tokenizer.ggml.merges`", "missing"]);
     let merges = |merges: &[&str]| good().strings("tokenizer.ggml.merges", merges);

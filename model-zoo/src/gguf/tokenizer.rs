@@ -1,20 +1,15 @@
 //! The tokenizer inside a GGUF file, rebuilt as a Hugging Face one.
 //!
-//! Byte-level BPE only (`tokenizer.ggml.model` = `gpt2`). How text is split before merging is not
-//! in the file: `tokenizer.ggml.pre` names one of the splits that llama.cpp knows, and the ones
-//! here are those of the models' own `tokenizer.json`.
+//! | `tokenizer.ggml.model` | kind | module |
+//! | --- | --- | --- |
+//! | `gpt2` | byte-level BPE | `bpe`, `words` |
+//! | `llama` | SentencePiece: scores, byte fallback | `spm` |
 
-use tokenizers::{
-    AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer,
-    models::bpe::{BPE, Merges, Vocab},
-    normalizers::NFC,
-    pre_tokenizers::{
-        byte_level::ByteLevel,
-        digits::Digits,
-        sequence::Sequence,
-        split::{Split, SplitPattern},
-    },
-};
+mod bpe;
+mod spm;
+mod words;
+
+use tokenizers::{AddedToken, Tokenizer, models::bpe::Vocab};
 
 use super::Metadata;
 use crate::error::{LoadError, quoted};
@@ -23,16 +18,14 @@ const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
+const SCORES: &str = "tokenizer.ggml.scores";
 const MERGES: &str = "tokenizer.ggml.merges";
 const BOS: &str = "tokenizer.ggml.bos_token_id";
 const EOS: &str = "tokenizer.ggml.eos_token_id";
 const EOT: &str = "tokenizer.ggml.eot_token_id";
+const EOM: &str = "tokenizer.ggml.eom_token_id";
 const ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
-
-/// Values of `tokenizer.ggml.token_type`.
-const CONTROL: i64 = 3;
-const USER_DEFINED: i64 = 4;
 
 /// A tokenizer and what goes with it.
 #[derive(Debug, Clone)]
@@ -42,7 +35,7 @@ pub struct GgufTokenizer {
     pub tokenizer: Tokenizer,
     /// Beginning-of-sequence token.
     pub bos: Option<u32>,
-    /// Tokens that end a sequence: end of text, then end of turn, where given.
+    /// Tokens that end a sequence: end of text, of turn and of message, where given.
     pub eos: Vec<u32>,
     /// Whether prompts start with `bos`; if so, there is one.
     pub add_bos: bool,
@@ -50,106 +43,32 @@ pub struct GgufTokenizer {
     pub chat_template: Option<String>,
 }
 
-/// How text is cut into words before merging.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum WordSplit {
-    Gpt2,
-    SmolLm,
-    Llama3,
-    Qwen2,
-    /// llama.cpp's for files that do not say.
-    Unnamed,
-}
-
-const LLAMA3_WORDS: &str = concat!(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-);
-const QWEN2_WORDS: &str = concat!(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-);
-/// Applied one after the other, each to what the one before left.
-const UNNAMED_WORDS: [&str; 4] = [
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-];
-
-impl WordSplit {
-    fn named(name: &str) -> Option<Self> {
-        match name {
-            "gpt-2" | "gpt2" => Some(Self::Gpt2),
-            "smollm" => Some(Self::SmolLm),
-            "llama-bpe" | "llama3" | "llama-v3" => Some(Self::Llama3),
-            "qwen2" | "deepseek-r1-qwen" => Some(Self::Qwen2),
-            "default" => Some(Self::Unnamed),
-            _ => None,
-        }
-    }
-
-    fn pre_tokenizer(self) -> tokenizers::Result<PreTokenizerWrapper> {
-        let byte_level = |use_regex| ByteLevel::new(false, true, use_regex).into();
-        let split = |pattern: &str| {
-            let pattern = SplitPattern::Regex(pattern.to_owned());
-            Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map(Into::into)
-        };
-        let steps: Vec<PreTokenizerWrapper> = match self {
-            // ByteLevel's own expression is GPT-2's.
-            Self::Gpt2 => vec![byte_level(true)],
-            Self::SmolLm => vec![Digits::new(true).into(), byte_level(true)],
-            Self::Llama3 => vec![split(LLAMA3_WORDS)?, byte_level(false)],
-            Self::Qwen2 => vec![split(QWEN2_WORDS)?, byte_level(false)],
-            Self::Unnamed => {
-                let mut steps = Vec::new();
-                for pattern in UNNAMED_WORDS {
-                    steps.push(split(pattern)?);
-                }
-                steps.push(byte_level(false));
-                steps
-            }
-        };
-        Ok(Sequence::new(steps).into())
-    }
-}
-
 /// The ids of `bos` and of the tokens that end a sequence.
 pub(super) fn special_ids(metadata: &Metadata) -> Result<(Option<u32>, Vec<u32>), LoadError> {
-    let mut eos = Vec::from_iter(metadata.token_id(EOS)?);
-    eos.extend(metadata.token_id(EOT)?.filter(|id| !eos.contains(id)));
+    let mut eos = Vec::new();
+    for key in [EOS, EOT, EOM] {
+        eos.extend(metadata.token_id(key)?.filter(|id| !eos.contains(id)));
+    }
     Ok((metadata.token_id(BOS)?, eos))
 }
 
 pub(super) fn read_tokenizer(metadata: &Metadata) -> Result<GgufTokenizer, LoadError> {
     let model = metadata.string(MODEL)?.ok_or_else(|| metadata.missing(MODEL))?;
-    if model != "gpt2" {
-        return Err(LoadError::unsupported(metadata.path(), "tokenizer model", model));
-    }
-    let pre = metadata.string(PRE)?.unwrap_or("default");
-    let words = WordSplit::named(pre)
-        .ok_or_else(|| LoadError::unsupported(metadata.path(), "pre-tokenizer", pre))?;
-    let tokens = metadata.strings(TOKENS)?.ok_or_else(|| metadata.missing(TOKENS))?;
-
-    let model = read_model(metadata, tokens, words)?;
-    let pre_tokenizer = words.pre_tokenizer().map_err(|e| metadata.error(PRE, e.to_string()))?;
-    let mut tokenizer = Tokenizer::new(model);
-    tokenizer.with_pre_tokenizer(Some(pre_tokenizer));
-    tokenizer.with_decoder(Some(ByteLevel::default()));
-    if words == WordSplit::Qwen2 {
-        tokenizer.with_normalizer(Some(NFC));
-    }
-    let (special, plain) = added_tokens(metadata, tokens)?;
-    tokenizer.add_special_tokens(&special);
-    tokenizer.add_tokens(&plain);
+    let read = match model {
+        "gpt2" => bpe::read,
+        "llama" => spm::read,
+        _ => return Err(LoadError::unsupported(metadata.path(), "tokenizer model", model)),
+    };
+    let tokens = Tokens::read(metadata)?;
+    let (mut tokenizer, adds_bos) = read(metadata, &tokens)?;
+    tokens.add_to(&mut tokenizer);
 
     let (bos, eos) = special_ids(metadata)?;
-    if let Some(id) = bos.iter().chain(&eos).find(|id| **id as usize >= tokens.len()) {
-        let problem = format!("has {} tokens; bos or eos is {id}", tokens.len());
+    if let Some(id) = bos.iter().chain(&eos).find(|id| **id as usize >= tokens.texts.len()) {
+        let problem = format!("has {} tokens; bos or eos is {id}", tokens.texts.len());
         return Err(metadata.error(TOKENS, problem));
     }
-    // Llama 3's converter leaves the flag out.
-    let add_bos = metadata.flag(ADD_BOS)?.unwrap_or(words == WordSplit::Llama3);
+    let add_bos = metadata.flag(ADD_BOS)?.unwrap_or(adds_bos);
     if add_bos && bos.is_none() {
         return Err(metadata.missing(BOS));
     }
@@ -157,53 +76,73 @@ pub(super) fn read_tokenizer(metadata: &Metadata) -> Result<GgufTokenizer, LoadE
     Ok(GgufTokenizer { tokenizer, bos, eos, add_bos, chat_template })
 }
 
-fn read_model(metadata: &Metadata, tokens: &[String], words: WordSplit) -> Result<BPE, LoadError> {
-    if u32::try_from(tokens.len()).is_err() {
-        return Err(metadata.error(TOKENS, format!("has {} tokens", tokens.len())));
+/// A value of `tokenizer.ggml.token_type`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct TokenType(i64);
+
+impl TokenType {
+    const NORMAL: Self = Self(1);
+    const UNKNOWN: Self = Self(2);
+    const CONTROL: Self = Self(3);
+    const USER_DEFINED: Self = Self(4);
+    const UNUSED: Self = Self(5);
+
+    /// Whether merges make or use tokens of this type; others stand for themselves.
+    fn is_merged(self) -> bool {
+        matches!(self, Self::NORMAL | Self::UNUSED)
     }
-    let mut vocab = Vocab::with_capacity(tokens.len());
-    for (token, id) in tokens.iter().zip(0..) {
-        if let Some(first) = vocab.insert(token.clone(), id) {
-            let problem = format!("has {} twice, as {first} and {id}", quoted(token));
-            return Err(metadata.error(TOKENS, problem));
-        }
-    }
-    let lines = metadata.strings(MERGES)?.ok_or_else(|| metadata.missing(MERGES))?;
-    let mut merges = Merges::with_capacity(lines.len());
-    for (i, line) in lines.iter().enumerate() {
-        match line.split_once(' ') {
-            Some((left, right)) if !left.is_empty() && !right.is_empty() => {
-                merges.push((left.to_owned(), right.to_owned()));
-            }
-            _ => {
-                let problem = format!("holds {} at {i}; a merge is two tokens", quoted(line));
-                return Err(metadata.error(MERGES, problem));
-            }
-        }
-    }
-    BPE::builder()
-        .vocab_and_merges(vocab, merges)
-        .ignore_merges(words == WordSplit::Llama3)
-        .build()
-        .map_err(|e| metadata.error(MERGES, quoted(&e.to_string())))
 }
 
-/// Tokens matched in text before it is split: those skipped when decoding, and the others.
-fn added_tokens(
-    metadata: &Metadata,
-    tokens: &[String],
-) -> Result<(Vec<AddedToken>, Vec<AddedToken>), LoadError> {
-    let types = metadata.integers(TOKEN_TYPE)?.unwrap_or_default();
-    if !types.is_empty() && types.len() != tokens.len() {
-        let problem = format!("has {} entries; there are {} tokens", types.len(), tokens.len());
-        return Err(metadata.error(TOKEN_TYPE, problem));
-    }
-    let of_type = |wanted: i64| {
-        let is_special = wanted == CONTROL;
-        let typed = tokens.iter().zip(&types).filter(|(_, kind)| **kind == wanted);
-        typed
-            .map(|(token, _)| AddedToken::from(token.as_str(), is_special).normalized(false))
-            .collect()
-    };
-    Ok((of_type(CONTROL), of_type(USER_DEFINED)))
+/// The vocabulary: the index of a text is its id, and no text is there twice.
+struct Tokens<'a> {
+    texts: &'a [String],
+    /// As many as texts, or none: then all are normal.
+    types: Vec<i64>,
+    vocab: Vocab,
 }
+
+impl<'a> Tokens<'a> {
+    fn read(metadata: &'a Metadata) -> Result<Self, LoadError> {
+        let texts = metadata.strings(TOKENS)?.ok_or_else(|| metadata.missing(TOKENS))?;
+        if u32::try_from(texts.len()).is_err() {
+            return Err(metadata.error(TOKENS, format!("has {} tokens", texts.len())));
+        }
+        let mut vocab = Vocab::with_capacity(texts.len());
+        for (text, id) in texts.iter().zip(0..) {
+            if let Some(first) = vocab.insert(text.clone(), id) {
+                let problem = format!("has {} twice, as {first} and {id}", quoted(text));
+                return Err(metadata.error(TOKENS, problem));
+            }
+        }
+        let types = metadata.integers(TOKEN_TYPE)?.unwrap_or_default();
+        if !types.is_empty() && types.len() != texts.len() {
+            let problem = format!("has {} entries; there are {} tokens", types.len(), texts.len());
+            return Err(metadata.error(TOKEN_TYPE, problem));
+        }
+        Ok(Self { texts, types, vocab })
+    }
+
+    fn type_of(&self, id: usize) -> TokenType {
+        self.types.get(id).map_or(TokenType::NORMAL, |number| TokenType(*number))
+    }
+
+    fn of_type(&self, wanted: TokenType) -> impl Iterator<Item = &'a str> {
+        let typed = self.texts.iter().enumerate();
+        typed.filter(move |(id, _)| self.type_of(*id) == wanted).map(|(_, text)| text.as_str())
+    }
+
+    /// Adds the tokens that are matched in text before it is cut: those skipped when decoding, and
+    /// the others.
+    fn add_to(&self, tokenizer: &mut Tokenizer) {
+        let added = |wanted: TokenType, is_special: bool| -> Vec<AddedToken> {
+            let texts = self.of_type(wanted);
+            texts.map(|text| AddedToken::from(text, is_special).normalized(false)).collect()
+        };
+        tokenizer.add_special_tokens(&added(TokenType::CONTROL, true));
+        tokenizer.add_special_tokens(&added(TokenType::UNKNOWN, true));
+        tokenizer.add_tokens(&added(TokenType::USER_DEFINED, false));
+    }
+}
+
+#[cfg(test)]
+mod tests;
