@@ -53,9 +53,15 @@ pub struct PagedBatch {
 }
 
 /// A small deterministic generator (xorshift64*), for fillings and shuffles.
-struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
+    /// A generator for a seed other than 0.
+    pub fn new(seed: u64) -> Self {
+        assert_ne!(seed, 0, "xorshift stays at 0");
+        Random(seed)
+    }
+
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -63,7 +69,8 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    fn floats(&mut self, n: usize) -> Vec<f32> {
+    /// `n` numbers in [−1, 1).
+    pub fn floats(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
@@ -79,7 +86,7 @@ impl Random {
 impl PagedBatch {
     /// Fills a cache of just enough blocks, handed out in random order.
     pub fn new(ctx: &Ctx, shape: Shape, dtype: Dtype) -> Self {
-        let mut random = Random(0x5DEE_CE66_D1CE_4E5B);
+        let mut random = Random::new(0x5DEE_CE66_D1CE_4E5B);
         let max_blocks = shape.context.div_ceil(shape.block_size);
         let num_blocks = max_blocks * shape.num_seqs;
         let kv_shape = KvShape {

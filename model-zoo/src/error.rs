@@ -9,7 +9,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum LoadError {
     /// The operating system could not read the file.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}", shown_path(path))]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -17,7 +17,7 @@ pub enum LoadError {
         source: io::Error,
     },
     /// The file breaks its own format.
-    #[error("{}: {problem}", path.display())]
+    #[error("{}: {problem}", shown_path(path))]
     Malformed {
         /// The file or folder.
         path: PathBuf,
@@ -25,7 +25,7 @@ pub enum LoadError {
         problem: String,
     },
     /// A size stated by, or of, the file is over a limit.
-    #[error("{}: {what} is {value}; the limit is {limit}", path.display())]
+    #[error("{}: {what} is {value}; the limit is {limit}", shown_path(path))]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -47,7 +47,7 @@ pub enum LoadError {
         problem: String,
     },
     /// A configuration or metadata key is missing or holds a bad value.
-    #[error("{}: key {key}: {problem}", path.display())]
+    #[error("{}: key {key}: {problem}", shown_path(path))]
     Key {
         /// The file.
         path: PathBuf,
@@ -57,7 +57,7 @@ pub enum LoadError {
         problem: String,
     },
     /// The file asks for something that is known but not implemented, or not known at all.
-    #[error("{}: {what} {name} is not supported", path.display())]
+    #[error("{}: {what} {name} is not supported", shown_path(path))]
     Unsupported {
         /// The file.
         path: PathBuf,
@@ -74,7 +74,7 @@ impl LoadError {
     }
 
     pub(crate) fn malformed(path: &Path, problem: impl Into<String>) -> Self {
-        Self::Malformed { path: path.to_owned(), problem: problem.into() }
+        Self::Malformed { path: path.to_owned(), problem: shown(&problem.into()) }
     }
 
     pub(crate) fn tensor(
@@ -82,11 +82,15 @@ impl LoadError {
         tensor: &str,
         problem: impl Into<String>,
     ) -> Self {
-        Self::Tensor { location: location.into(), tensor: quoted(tensor), problem: problem.into() }
+        Self::Tensor {
+            location: shown(&location.into()),
+            tensor: quoted(tensor),
+            problem: shown(&problem.into()),
+        }
     }
 
     pub(crate) fn key(path: &Path, key: &str, problem: impl Into<String>) -> Self {
-        Self::Key { path: path.to_owned(), key: quoted(key), problem: problem.into() }
+        Self::Key { path: path.to_owned(), key: quoted(key), problem: shown(&problem.into()) }
     }
 
     pub(crate) fn unsupported(path: &Path, what: &'static str, name: &str) -> Self {
@@ -107,13 +111,31 @@ pub(crate) fn check_limit(
     Err(LoadError::TooLarge { path: path.to_owned(), what: what.into(), value, limit })
 }
 
+/// Longest name in a message, in characters.
+const MAX_NAME_CHARS: usize = 160;
+/// Longest path or description in a message, in characters.
+const MAX_TEXT_CHARS: usize = 500;
+
 /// `text` in backquotes, control characters escaped and cut to a length a message can hold: names
 /// come from files, and a file may hold a name of megabytes or one that rewrites the terminal.
 pub(crate) fn quoted(text: &str) -> String {
-    const MAX_CHARS: usize = 160;
-    let mut shown = String::from("`");
+    format!("`{}`", printable(text, MAX_NAME_CHARS))
+}
+
+/// A description, which may hold what a parser quotes from a file, made printable likewise.
+fn shown(text: &str) -> String {
+    printable(text, MAX_TEXT_CHARS)
+}
+
+/// A path, made printable likewise.
+fn shown_path(path: &Path) -> String {
+    shown(&path.display().to_string())
+}
+
+fn printable(text: &str, max_chars: usize) -> String {
+    let mut shown = String::new();
     let mut chars = text.chars();
-    for c in chars.by_ref().take(MAX_CHARS) {
+    for c in chars.by_ref().take(max_chars) {
         if c.is_control() {
             shown.extend(c.escape_default());
         } else {
@@ -123,7 +145,6 @@ pub(crate) fn quoted(text: &str) -> String {
     if chars.next().is_some() {
         shown.push('…');
     }
-    shown.push('`');
     shown
 }
 
@@ -145,5 +166,25 @@ mod tests {
             error.to_string(),
             "m/model.safetensors: tensor `w`: has 3 rows; the limit is 2"
         );
+    }
+
+    #[test]
+    fn messages_are_short_and_cannot_steer_a_terminal() {
+        let path = PathBuf::from(format!("a\n\u{1b}[2J{}", "x".repeat(100_000)));
+        let long = "y\u{7}".repeat(100_000);
+        let location = path.display().to_string();
+        for error in [
+            LoadError::malformed(&path, long.clone()),
+            LoadError::tensor(location, &long, long.clone()),
+            LoadError::key(&path, &long, long.clone()),
+            LoadError::unsupported(&path, "architecture", &long),
+            LoadError::io(&path, io::ErrorKind::NotFound.into()),
+            check_limit(&path, "size", 2, 1).unwrap_err(),
+        ] {
+            let message = error.to_string();
+            assert!(message.starts_with("a\\n\\u{1b}[2Jxx"), "{message}");
+            assert!(!message.contains(char::is_control), "{message}");
+            assert!(message.len() < 10_000, "{}", message.len());
+        }
     }
 }

@@ -15,6 +15,7 @@
 //! with the first, bit for bit as long as the tokens are the same.
 
 use crate::error::LoadError;
+use crate::folder::ModelFolder;
 use crate::mapped::map_file;
 use quire_engine::{
     DType, Engine, EngineError, Request, RequestError, RequestId, RequestOutput, SamplingParams,
@@ -22,7 +23,7 @@ use quire_engine::{
 use safetensors::{Dtype, SafeTensors};
 use serde::Serialize;
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Largest accepted |Δlogit|, and distance of a golden token from the maximum, in f32.
 pub const F32_TOLERANCE: f64 = 1e-3;
@@ -31,6 +32,8 @@ pub const BF16_MEAN_FACTOR: f64 = 1.5;
 /// In bf16 a golden token may be this many times the recorded largest |Δlogit| below the maximum:
 /// both logits may have moved by as much.
 pub const BF16_GREEDY_FACTOR: f64 = 2.0;
+/// The golden file of a model folder that brings one.
+const GOLDEN_FILE: &str = "golden.safetensors";
 /// Most sequences in a golden file.
 pub const MAX_GOLDEN_SEQUENCES: usize = 4096;
 
@@ -97,6 +100,15 @@ impl Golden {
         let count = reader.num_sequences()?;
         let sequences = (0..count).map(|i| reader.sequence(i)).collect::<Result<_, _>>()?;
         Ok(Golden { vocab_size, sequences })
+    }
+
+    /// The path of the golden file in a model folder.
+    ///
+    /// # Errors
+    /// There is none, or it is not a regular file within the folder.
+    pub fn in_folder(folder: &Path) -> Result<PathBuf, LoadError> {
+        let missing = || LoadError::malformed(folder, format!("holds no {GOLDEN_FILE}"));
+        ModelFolder::open(folder)?.file(GOLDEN_FILE)?.ok_or_else(missing)
     }
 
     /// Number of sequences.
@@ -461,6 +473,40 @@ mod tests {
             logits_bf16: None,
         };
         assert_eq!(golden, Golden { vocab_size: 4, sequences: vec![sequence] });
+    }
+
+    #[test]
+    fn a_folder_has_its_own_golden_file_or_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("model");
+        std::fs::create_dir(&folder).unwrap();
+        let error = Golden::in_folder(&folder).unwrap_err().to_string();
+        assert!(error.ends_with("holds no golden.safetensors"), "{error}");
+        let path = folder.join(GOLDEN_FILE);
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(Golden::in_folder(&folder).unwrap(), path);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let error = Golden::in_folder(&folder).unwrap_err().to_string();
+        assert!(error.ends_with("is not a regular file"), "{error}");
+        #[cfg(unix)]
+        {
+            std::fs::remove_dir(&path).unwrap();
+            std::fs::write(dir.path().join("outside"), "").unwrap();
+            std::os::unix::fs::symlink("../outside", &path).unwrap();
+            let error = Golden::in_folder(&folder).unwrap_err().to_string();
+            assert!(error.ends_with("is a link out of the model folder"), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_and_shapes_from_the_file_are_cut() {
+        let name = format!("ids_{}", "9\u{1b}".repeat(10_000));
+        let error = open(&[(&name, Dtype::I64, &[1], ID)]).unwrap_err().to_string();
+        assert!(error.len() < 3000 && !error.contains('\u{1b}'), "{}", error.len());
+        let shape = [1; 10_000];
+        let error = open(&[("ids_0", Dtype::I64, &shape, ID)]).unwrap_err().to_string();
+        assert!(error.len() < 3000, "{}", error.len());
     }
 
     #[test]

@@ -42,26 +42,26 @@ pub struct ModelArgs {
 #[command(next_help_heading = "Engine")]
 struct EngineArgs {
     /// Most tokens of a request, prompt and output [default: what the model was made for]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     max_model_len: Option<usize>,
     /// Most requests in a step [default: 64]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     max_num_seqs: Option<usize>,
     /// Most tokens in a step [default: 512; verify: 64]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     max_num_batched_tokens: Option<usize>,
     /// Tokens of a KV block: 8, 16, 32, 64, 128 or 256 [default: 16]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     block_size: Option<usize>,
     /// Memory for KV blocks, such as 512M or 2GiB [default: what all requests in a step need, at
     /// most a quarter of what is available]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
     kv_cache_memory: Option<usize>,
     /// Number of KV blocks, instead of --kv-cache-memory
-    #[arg(long, value_name = "N", conflicts_with = "kv_cache_memory")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>, conflicts_with = "kv_cache_memory")]
     num_blocks_override: Option<usize>,
     /// Most log-probabilities a request may ask for at one position [default: 20]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u32>)]
     max_logprobs: Option<u32>,
     /// Type of weights and KV: auto, f32 or bf16 [default: auto, f32 for f32 models, else bf16]
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
@@ -73,10 +73,10 @@ struct EngineArgs {
     #[arg(long)]
     isa: Option<Isa>,
     /// Worker threads [default: the cores this process may use]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     threads: Option<usize>,
     /// Seed of requests that bring none
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u64>, default_value_t = 0)]
     seed: u64,
 }
 
@@ -85,7 +85,11 @@ struct EngineArgs {
 struct Dtype(Option<DType>);
 
 fn parse_dtype(text: &str) -> Result<Dtype, String> {
-    if text == "auto" { Ok(Dtype(None)) } else { text.parse().map(|dtype| Dtype(Some(dtype))) }
+    if text == "auto" {
+        return Ok(Dtype(None));
+    }
+    let dtype = text.parse::<DType>();
+    dtype.map(|dtype| Dtype(Some(dtype))).map_err(|_| "must be auto, f32 or bf16".to_owned())
 }
 
 fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
@@ -166,10 +170,10 @@ pub enum Format {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Most tokens to generate [default: 16]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     max_tokens: Option<usize>,
     /// Tokens to generate before anything may end the output [default: 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     min_tokens: Option<usize>,
     /// 0 takes the most likely token [default: the model's, else 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
@@ -183,14 +187,15 @@ pub struct SamplingArgs {
     /// Keep tokens at least P times as likely as the best one [default: the model's, else 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Seed of the draws [default: made from --seed and the request's number]
-    #[arg(long, value_name = "N")]
+    /// Seed of the draws (`seed` in JSONL) [default: made from --seed and the number of the line or
+    /// prompt]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u64>)]
     request_seed: Option<u64>,
     /// Text that ends the output; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Token id that ends the output; may be repeated
-    #[arg(long, value_name = "ID")]
+    #[arg(long, value_name = "ID", allow_negative_numbers = true, value_parser = parse_whole::<u32>)]
     stop_token_ids: Vec<u32>,
     /// Keep the stop text in the output
     #[arg(long)]
@@ -205,7 +210,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
     prompt_logprobs: Option<NumLogprobs>,
     /// Sequences to generate from each prompt [default: 1]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
     n: Option<usize>,
     /// Taken off the logit of tokens in the output [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
@@ -227,22 +232,28 @@ pub struct SamplingArgs {
     no_detokenize: bool,
 }
 
-fn parse_top_k(text: &str) -> Result<u32, String> {
-    match text.parse::<i64>() {
-        Ok(-1) => Ok(0),
-        Ok(k) => u32::try_from(k).map_err(|_| "must be -1, 0 or a number of tokens".to_owned()),
-        Err(e) => Err(e.to_string()),
+/// A whole number, whose range the message gives.
+fn parse_whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
+    let most = u64::MAX >> (64 - 8 * size_of::<T>());
+    let number = text.parse::<u64>().ok().and_then(|n| T::try_from(n).ok());
+    number.ok_or_else(|| format!("must be a whole number from 0 to {most}"))
+}
+
+/// The same, or -1, which is `None`.
+fn parse_or_all(text: &str) -> Result<Option<u32>, String> {
+    if text == "-1" {
+        return Ok(None);
     }
+    let number = text.parse().map(Some);
+    number.map_err(|_| format!("must be a whole number from -1 (all) to {}", u32::MAX))
+}
+
+fn parse_top_k(text: &str) -> Result<u32, String> {
+    parse_or_all(text).map(Option::unwrap_or_default)
 }
 
 fn parse_logprobs(text: &str) -> Result<NumLogprobs, String> {
-    match text.parse::<i64>() {
-        Ok(-1) => Ok(NumLogprobs::All),
-        Ok(n) => u32::try_from(n)
-            .map(NumLogprobs::Top)
-            .map_err(|_| "must be -1, 0 or a number of tokens".to_owned()),
-        Err(e) => Err(e.to_string()),
-    }
+    parse_or_all(text).map(|n| n.map_or(NumLogprobs::All, NumLogprobs::Top))
 }
 
 impl SamplingArgs {
@@ -284,12 +295,28 @@ pub struct InfoArgs {
     pub json: bool,
 }
 
+/// What the table of `verify` shows.
+const VERIFY_HELP: &str = "\
+Columns, one row a recorded sequence:
+  max |Δ|    largest difference of a logit over the prompt, and its limit in f32
+  mean |Δ|   mean difference, and its limit in bf16
+  KL         Kullback-Leibler divergence of the recorded from our next-token probabilities, in nats
+             a position: 0 where they are the same; it has no limit
+  greedy     recorded tokens that are our most likely ones too, given the recorded ones before them
+  gap        how far below our largest logit a recorded token's is, at most
+  generated  tokens the engine generated by itself that equal the recorded ones, up to the first
+             that differs
+  decode     whether generating gives the logits, bit for bit, that reading the same tokens gives
+
+Exit code 0: all within the limits; 1: some differ. A GGUF file needs --golden.";
+
 /// Arguments of `verify`.
 #[derive(Args)]
+#[command(after_help = VERIFY_HELP)]
 pub struct VerifyArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Recorded sequences [default: golden.safetensors in the model's folder]
+    /// Recorded sequences [default: golden.safetensors in the model's folder; a GGUF file has none]
     #[arg(long, value_name = "FILE")]
     pub golden: Option<PathBuf>,
     /// One JSON object instead of a table
@@ -340,6 +367,26 @@ mod tests {
             "quire info m --top-k 3",
         ] {
             assert!(Cli::try_parse_from(line.split_whitespace()).is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn numbers_out_of_range_are_told_the_range() {
+        for (flags, rule) in [
+            ("--threads -1", "from 0 to 18446744073709551615"),
+            ("--seed -1", "from 0 to 18446744073709551615"),
+            ("--request-seed 1.5", "from 0 to 18446744073709551615"),
+            ("--max-tokens x", "from 0 to 18446744073709551615"),
+            ("--max-logprobs 4294967296", "from 0 to 4294967295"),
+            ("--stop-token-ids -1", "from 0 to 4294967295"),
+            ("--top-k -2", "from -1 (all) to 4294967295"),
+            ("--logprobs -2", "from -1 (all) to 4294967295"),
+            ("--kv-cache-memory -1", "expected bytes"),
+            ("--dtype f16", "must be auto, f32 or bf16"),
+        ] {
+            let line = format!("quire generate m --prompt a {flags}");
+            let error = Cli::try_parse_from(line.split_whitespace()).err().expect(flags);
+            assert!(error.to_string().contains(rule), "{error}");
         }
     }
 }

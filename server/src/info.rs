@@ -2,6 +2,7 @@
 
 use crate::Outcome;
 use crate::cli::InfoArgs;
+use crate::load;
 use crate::output::{Output, two_columns};
 use crate::size::format_size;
 use quire_engine::backend::{CpuBackend, ReferenceBackend};
@@ -47,9 +48,9 @@ struct Info {
 /// # Errors
 /// The model cannot be opened, or the options do not fit it or the machine.
 pub fn run(args: &InfoArgs) -> anyhow::Result<Outcome> {
-    let files = ModelFiles::open(&args.model.model)?;
+    let files = load::open(&args.model.model)?;
     let options = args.model.load_options();
-    let plan = files.plan(&options)?;
+    let plan = load::plan(&files, &options)?;
     let dtype = options.dtype.unwrap_or_else(|| files.default_dtype());
     let backend = match options.backend {
         BackendKind::Reference => ReferenceBackend::new(dtype).info(),

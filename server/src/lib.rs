@@ -5,6 +5,7 @@
 //! error; results go to standard output, everything else to standard error.
 
 mod cli;
+mod explain;
 mod generate;
 mod info;
 mod interrupt;
@@ -18,6 +19,7 @@ use cli::{Cli, Command};
 use output::{OutputError, one_line};
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// How a command that could run ended.
@@ -41,6 +43,9 @@ const BUG: u8 = 101;
 /// Runs the command line `args`, the program's name first, and returns the exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     std::panic::set_hook(Box::new(|panic| {
+        if panic.location().is_some_and(|place| becomes_an_error(place.file())) {
+            return;
+        }
         let text = one_line(&panic.to_string());
         report(&format!("internal error: {text}; please report it"));
         // A panic on any thread ends the process: what goes on without it could hang.
@@ -67,6 +72,13 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     }
 }
 
+/// Whether the engine turns a panic at this source file into an error: one of the `tokenizers`
+/// crate, which panics at some texts and files.
+fn becomes_an_error(file: &str) -> bool {
+    let mut parts = Path::new(file).iter().filter_map(|part| part.to_str());
+    parts.any(|part| part == "tokenizers" || part.starts_with("tokenizers-"))
+}
+
 /// Prints a line on standard error; if that fails there is nowhere left to say so.
 fn report(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
@@ -91,7 +103,25 @@ fn usage(error: &clap::Error) -> ExitCode {
         let is_help = |text: &&str| text.starts_with("Usage:") || text.starts_with("For more");
         let tips = text.split("\n\n").take_while(|text| !is_help(text));
         let lines: Vec<String> = tips.map(one_line).collect();
-        report(&format!("{}; see --help", lines.join("; ")));
+        report(&format!("{}; see --help", one_line(&lines.join("; "))));
     }
     ExitCode::from(CANNOT_RUN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_panics_of_the_tokenizers_crate_become_errors() {
+        for (file, expected) in [
+            ("/home/u/.cargo/registry/src/index-1/tokenizers-0.22.1/src/lib.rs", true),
+            ("vendor/tokenizers/src/lib.rs", true),
+            ("model-zoo/src/gguf/tokenizer.rs", false),
+            ("engine/src/text/tokenizers.rs", false),
+            ("/rustc/0/library/core/src/str/mod.rs", false),
+        ] {
+            assert_eq!(becomes_an_error(file), expected, "{file}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
@@ -32,7 +32,7 @@ impl Output {
         Output { target: "standard output".to_owned(), writer: Box::new(stdout), terminal }
     }
 
-    /// A file, emptied. `opened` comes from [`open_output`].
+    /// A file, emptied if it is a regular one.
     pub fn file(path: &Path, opened: File) -> Result<Self, OutputError> {
         let target = path.display().to_string();
         let emptied =
@@ -90,39 +90,23 @@ fn is_c1_or_delete(c: char) -> bool {
     matches!(c, '\u{7f}'..='\u{9f}')
 }
 
-/// Opens an output file for writing without emptying it, and refuses one that is also the input.
-pub fn open_output(path: &Path, input: Option<&Path>) -> anyhow::Result<File> {
-    let error = |source| OutputError { target: path.display().to_string(), source };
-    let mut options = OpenOptions::new();
-    let file = options.write(true).create(true).truncate(false).open(path).map_err(error)?;
-    if let Some(input) = input {
-        let (ours, theirs) = (file.metadata().map_err(error)?, input.metadata());
-        let same = theirs.is_ok_and(|theirs| is_same_file(&ours, &theirs, path, input));
-        anyhow::ensure!(!same, "{}: the output would overwrite the input", path.display());
-    }
-    Ok(file)
-}
-
-#[cfg(unix)]
-fn is_same_file(a: &Metadata, b: &Metadata, _: &Path, _: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    a.is_file() && (a.dev(), a.ino()) == (b.dev(), b.ino())
-}
-
-#[cfg(not(unix))]
-fn is_same_file(a: &Metadata, _: &Metadata, a_path: &Path, b_path: &Path) -> bool {
-    a.is_file() && a_path.canonicalize().ok() == b_path.canonicalize().ok()
-}
-
 /// Control characters other than line feed and tab escaped: model text must not steer a terminal.
 pub fn harmless(text: &str) -> Cow<'_, str> {
-    let steers = |c: char| c.is_control() && c != '\n' && c != '\t';
-    if !text.contains(steers) {
+    escape(text, |c| c.is_control() && c != '\n' && c != '\t')
+}
+
+/// All control characters escaped: a name or path that takes no more than its place.
+pub fn escaped(text: &str) -> Cow<'_, str> {
+    escape(text, char::is_control)
+}
+
+fn escape(text: &str, which: fn(char) -> bool) -> Cow<'_, str> {
+    if !text.contains(which) {
         return text.into();
     }
     let mut shown = String::new();
     for c in text.chars() {
-        if steers(c) {
+        if which(c) {
             shown.extend(c.escape_default());
         } else {
             shown.push(c);
@@ -131,9 +115,25 @@ pub fn harmless(text: &str) -> Cow<'_, str> {
     shown.into()
 }
 
-/// `text` on one line, runs of white space as one space, control characters escaped.
+/// Longest message, in characters; what it quotes may be a line of megabytes.
+const MAX_MESSAGE_CHARS: usize = 1000;
+
+/// `text` on one line, runs of white space as one space, control characters escaped, cut to
+/// a length that can be read.
 pub fn one_line(text: &str) -> String {
-    harmless(&text.split_whitespace().collect::<Vec<_>>().join(" ")).into_owned()
+    let words = text.split_whitespace();
+    let mut chars = words.flat_map(|word| std::iter::once(' ').chain(word.chars())).skip(1);
+    let start: String = chars.by_ref().take(MAX_MESSAGE_CHARS).collect();
+    let rest = if chars.next().is_some() { "…" } else { "" };
+    cut(&(escaped(&start) + rest), MAX_MESSAGE_CHARS)
+}
+
+/// The first `max_chars` characters of `text`, with a mark if there are more.
+pub fn cut(text: &str, max_chars: usize) -> String {
+    match text.char_indices().nth(max_chars) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
 }
 
 /// An error and its causes on one line. Some errors show their cause themselves; it is not
@@ -148,15 +148,20 @@ pub fn chain(error: &anyhow::Error) -> String {
             let _ = write!(text, ": {cause}");
         }
     }
-    text
+    one_line(&text)
 }
 
-/// Rows of name and value, the values in one column.
+/// A number of things, such as "1 token" or "2 tokens".
+pub fn counted(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+/// Rows of name and value, the values in one column, each on its line.
 pub fn two_columns(rows: &[(&str, String)]) -> String {
     let width = rows.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
     let mut text = String::new();
     for (name, value) in rows {
-        let _ = writeln!(text, "{name:width$}  {value}");
+        let _ = writeln!(text, "{name:width$}  {}", escaped(value));
     }
     text
 }
@@ -185,7 +190,26 @@ mod tests {
 
     #[test]
     fn columns_are_aligned() {
-        let rows = [("a", "1".to_owned()), ("long", "2".to_owned())];
-        assert_eq!(two_columns(&rows), "a     1\nlong  2\n");
+        let rows = [("a", "1".to_owned()), ("long", "2\n3".to_owned())];
+        assert_eq!(two_columns(&rows), "a     1\nlong  2\\n3\n");
+    }
+
+    #[test]
+    fn messages_are_one_line_of_bounded_length() {
+        assert_eq!(one_line(" a\r\n b\u{1b}\tc "), "a b\\u{1b} c");
+        let longest = "é".repeat(MAX_MESSAGE_CHARS);
+        assert_eq!(one_line(&longest), longest);
+        for long in [format!("{longest}é"), format!("{longest} x"), longest.repeat(1000)] {
+            assert_eq!(one_line(&long), format!("{longest}…"));
+        }
+        assert_eq!(one_line(&"\u{1b}".repeat(999)).chars().count(), MAX_MESSAGE_CHARS + 1);
+        let error = anyhow::Error::msg("a".repeat(1500)).context("b".repeat(600));
+        assert_eq!(chain(&error).chars().count(), MAX_MESSAGE_CHARS + 1);
+    }
+
+    #[test]
+    fn one_thing_is_singular() {
+        let all = [0, 1, 2].map(|n| counted(n, "token"));
+        assert_eq!(all, ["0 tokens", "1 token", "2 tokens"]);
     }
 }

@@ -27,7 +27,7 @@ pub fn format_size(bytes: usize) -> String {
     let units = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let power = (bytes.max(1).ilog2() / 10).min(4);
     if power == 0 {
-        return format!("{bytes} bytes");
+        return crate::output::counted(bytes as u64, "byte");
     }
     format!("{:.1} {}", bytes as f64 / 1024f64.powi(power as i32), units[power as usize])
 }
@@ -58,9 +58,13 @@ mod tests {
 
     #[test]
     fn sizes_are_shown_in_a_fitting_unit() {
-        for (bytes, text) in
-            [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB")]
-        {
+        for (bytes, text) in [
+            (0, "0 bytes"),
+            (1, "1 byte"),
+            (1023, "1023 bytes"),
+            (1024, "1.0 KiB"),
+            (3 << 29, "1.5 GiB"),
+        ] {
             assert_eq!(format_size(bytes), text);
         }
     }

@@ -3,16 +3,14 @@
 use crate::Outcome;
 use crate::cli::VerifyArgs;
 use crate::load;
-use crate::output::Output;
+use crate::output::{Output, counted};
 use anyhow::Context;
 use quire_engine::ops::BackendInfo;
-use quire_model_zoo::ModelFiles;
+use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::verify::{Bounded, Golden, SequenceReport, VerifyReport, verify};
 use serde::Serialize;
 use std::fmt::Write;
 
-/// Golden file in a model's folder.
-const GOLDEN_FILE: &str = "golden.safetensors";
 /// Tokens in a step, unless the flags say otherwise: few enough that prompts are cut into chunks.
 const BATCHED_TOKENS: usize = 64;
 
@@ -35,22 +33,20 @@ struct Report<'a> {
 /// The model or the golden file is unusable, or they do not fit each other.
 pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
-    let golden = match &args.golden {
-        Some(golden) => golden.clone(),
-        None => {
-            anyhow::ensure!(
-                !model.is_file(),
-                "{}: --golden is needed, as this is no folder",
-                model.display()
-            );
-            model.join(GOLDEN_FILE)
-        }
-    };
     let mut options = args.model.load_options();
     if !args.model.sets_batched_tokens() {
         options.engine.max_num_batched_tokens = BATCHED_TOKENS;
     }
-    let files = ModelFiles::open(model)?;
+    let files = load::open(model)?;
+    let golden = match (&args.golden, files.format) {
+        (Some(golden), _) => golden.clone(),
+        (None, ModelFormat::HuggingFace) => {
+            Golden::in_folder(model).context("give a golden file with --golden")?
+        }
+        (None, ModelFormat::Gguf) => {
+            anyhow::bail!("{}: a GGUF file needs --golden", model.display())
+        }
+    };
     let golden_file = Golden::open(&golden, files.info().vocab_size)?;
     let mut engine = load::load(&files, &options)?;
     let report = verify(&mut engine, &golden_file).with_context(|| golden.display().to_string())?;
@@ -98,13 +94,13 @@ fn table(report: &VerifyReport, backend: &BackendInfo) -> String {
     let passed = report.sequences.iter().filter(|sequence| sequence.passed).count();
     let _ = writeln!(
         text,
-        "{}: {passed} of {} sequences within tolerance ({} backend, {}, {}, {} steps)",
+        "{}: {passed} of {} sequences within tolerance ({} backend, {}, {}, {})",
         if report.passed { "passed" } else { "DIFFERS" },
         report.sequences.len(),
         backend.name,
         backend.isa,
         backend.dtype,
-        report.num_steps,
+        counted(report.num_steps, "step"),
     );
     text
 }

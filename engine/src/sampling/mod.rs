@@ -6,7 +6,6 @@
 //! alone, so a request's draws do not depend on what else is in the batch.
 
 mod params;
-mod philox;
 mod processors;
 mod sampler;
 mod select;
@@ -15,7 +14,6 @@ pub use params::{
     DEFAULT_MAX_LOGPROBS, MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_N, NumLogprobs, ParamError,
     ParamLimits, SamplingParams,
 };
-pub use philox::{philox4x32, uniform};
 pub use processors::{LogitsContext, LogitsProcessor};
 pub use sampler::{Sampler, sample_row};
 

@@ -3,13 +3,13 @@
 use super::params::GREEDY_BELOW;
 use super::select::{cut, order_key};
 use super::{RowError, RowTarget, SampleOutput, SamplingBatch, SamplingRow};
-use super::{TokenLogprob, TokenLogprobs, philox4x32, processors, uniform};
-use quire_kernels_cpu::{Isa, vecmath};
+use super::{TokenLogprob, TokenLogprobs, processors};
+use quire_kernels_cpu::{Isa, gumbel, gumbel_argmax, vecmath};
 
 /// Fixed-point unit of probability mass in top-p: sums are exact whatever their order.
 const MASS_ONE: f32 = (1u64 << 40) as f32;
-/// Gumbel noise never exceeds this: −ln(−ln(1 − 2⁻²⁴)) = 16.63…
-const MAX_GUMBEL: f32 = 16.7;
+/// With fewer candidates than this fraction of the vocabulary, noise is drawn for them alone.
+const SPARSE: usize = 32;
 
 /// Buffers of the sampler, reused across rows.
 #[derive(Debug)]
@@ -45,15 +45,11 @@ impl Sampler {
         ((max, log_sum), top_tokens(logits, n, max, log_sum))
     }
 
-    /// `weights = exp(logits − max)`.
-    fn weigh(&mut self, logits: &[f32], max: f32) {
+    /// Fills `ids` with the tokens that pass min-p, top-k and top-p, ascending. The largest logit
+    /// is 0.
+    fn filter(&mut self, logits: &[f32], row: &SamplingRow) {
         self.weights.resize(logits.len(), 0.0);
-        vecmath::exp_sub_slice(self.isa, logits, max, &mut self.weights);
-    }
-
-    /// Fills `ids` with the tokens that pass min-p, top-k and top-p, ascending.
-    fn filter(&mut self, logits: &[f32], max: f32, row: &SamplingRow) {
-        self.weigh(logits, max);
+        vecmath::exp_sub_slice(self.isa, logits, 0.0, &mut self.weights);
         self.ids.clear();
         let weights = &self.weights;
         self.ids.extend((0..logits.len() as u32).filter(|&i| {
@@ -145,32 +141,32 @@ fn draw(sampler: &mut Sampler, logits: &mut [f32], row: &SamplingRow) -> u32 {
     for x in logits.iter_mut() {
         *x = (*x - max) / row.temperature;
     }
-    let noisy = |id: u32| {
-        let words = philox4x32(row.seed, [id / 4, row.position, 0, 0]);
-        let u = uniform(words[(id % 4) as usize]);
-        logits[id as usize] - vecmath::ln(-vecmath::ln(u))
-    };
-    let filtered = row.top_k > 0 || row.top_p < 1.0 || row.min_p > 0.0;
-    if filtered {
-        sampler.filter(logits, logits[best as usize], row);
+    if row.top_k == 0 && row.top_p == 1.0 && row.min_p == 0.0 {
+        return gumbel_argmax(sampler.isa, logits, row.seed, row.position);
     }
-    // Start from the most likely token: most others cannot reach it whatever their noise.
-    let (mut token, mut score) = (best, noisy(best));
-    let mut consider = |id: u32| {
-        if logits[id as usize] + MAX_GUMBEL < score {
-            return;
-        }
-        let s = noisy(id);
-        if s > score || (s == score && id < token) {
+    sampler.filter(logits, row);
+    if sampler.ids.len() * SPARSE > logits.len() {
+        keep_sorted(logits, &sampler.ids);
+        return gumbel_argmax(sampler.isa, logits, row.seed, row.position);
+    }
+    let (mut token, mut score) = (best, f32::NEG_INFINITY);
+    for &id in &sampler.ids {
+        let s = logits[id as usize] + gumbel(row.seed, row.position, id);
+        if s > score {
             (token, score) = (id, s);
         }
-    };
-    if filtered {
-        sampler.ids.iter().copied().for_each(&mut consider);
-    } else {
-        (0..logits.len() as u32).for_each(&mut consider);
     }
     token
+}
+
+/// −∞ for every id that is not in `ids`, which ascend.
+fn keep_sorted(logits: &mut [f32], ids: &[u32]) {
+    let mut next = 0;
+    for &id in ids {
+        logits[next..id as usize].fill(f32::NEG_INFINITY);
+        next = id as usize + 1;
+    }
+    logits[next..].fill(f32::NEG_INFINITY);
 }
 
 /// Above this many, sorting everything is faster than keeping the best.

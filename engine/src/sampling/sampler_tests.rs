@@ -14,11 +14,16 @@ fn sample(logits: &[f32], row: &SamplingRow) -> SampleOutput {
     sample_in(logits, row, &SamplingBatch::default())
 }
 
+/// Relative to the maximum, over the temperature.
+fn scaled(logits: &[f32], temperature: f32) -> Vec<f32> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    logits.iter().map(|x| (x - max) / temperature).collect()
+}
+
 /// The tokens that can be drawn, by definition: a full sort in f64.
 fn allowed_by_sort(logits: &[f32], row: &SamplingRow) -> Vec<u32> {
-    let scaled: Vec<f32> = logits.iter().map(|x| x / row.temperature).collect();
-    let max = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let p = |i: u32| f64::from(vecmath::exp(scaled[i as usize] - max));
+    let scaled = scaled(logits, row.temperature);
+    let p = |i: u32| f64::from(vecmath::exp(scaled[i as usize]));
     let mut ids: Vec<u32> =
         (0..logits.len() as u32).filter(|&i| p(i) as f32 >= row.min_p).collect();
     ids.sort_by(|&a, &b| scaled[b as usize].total_cmp(&scaled[a as usize]));
@@ -54,10 +59,9 @@ proptest! {
         temperature in prop::sample::select(vec![0.5f32, 1.0, 2.0]),
     ) {
         let row = SamplingRow { top_k, top_p, min_p, temperature, ..row() };
-        let scaled: Vec<f32> = logits.iter().map(|x| x / temperature).collect();
-        let max = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let scaled = scaled(&logits, temperature);
         let mut sampler = Sampler::new(Isa::Portable);
-        sampler.filter(&scaled, max, &row);
+        sampler.filter(&scaled, &row);
         prop_assert_eq!(&sampler.ids, &allowed_by_sort(&logits, &row));
         let token = sample(&logits, &row).token.unwrap();
         prop_assert!(sampler.ids.contains(&token));
@@ -247,4 +251,35 @@ fn all_logprobs_are_the_whole_vocabulary_in_order() {
     let few = sample(&logits, &SamplingRow { logprobs: Some(20), ..row() }).logprobs.unwrap().top;
     assert_eq!(all.len(), 300);
     assert_eq!(all[..20], few[..]);
+}
+
+/// Large logits over a small temperature: only differences count, so nothing overflows.
+#[test]
+fn no_finite_logits_overflow() {
+    let logits = [3.0e38f32, 2.9e38, -3.0e38, 1.0];
+    for row in [
+        SamplingRow { top_p: 0.9, ..row() },
+        SamplingRow { top_k: 2, ..row() },
+        SamplingRow { min_p: 0.1, ..row() },
+        row(),
+    ] {
+        let row = SamplingRow { temperature: 0.01, ..row };
+        assert_eq!(sample(&logits, &row).token, Ok(0), "{row:?}");
+    }
+}
+
+/// Few candidates and many take different ways to the same token.
+#[test]
+fn sparse_and_dense_draws_agree() {
+    let logits: Vec<f32> = (0..640).map(|i| ((i * 7919) % 101) as f32 * 0.01).collect();
+    for position in 0..200 {
+        let few = SamplingRow { top_k: 15, position, ..row() };
+        let token = sample(&logits, &few).token.unwrap();
+        let mut masked = logits.clone();
+        let mut best: Vec<u32> = (0..640).collect();
+        best.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
+        let least = logits[best[14] as usize];
+        masked.iter_mut().filter(|x| **x < least).for_each(|x| *x = f32::NEG_INFINITY);
+        assert_eq!(sample(&masked, &SamplingRow { position, ..row() }).token, Ok(token));
+    }
 }

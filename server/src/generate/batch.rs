@@ -164,8 +164,8 @@ impl<'a> Batch<'a> {
             self.progress.report("note: further errors are in the results only");
         }
         match self.format {
-            Format::Jsonl => error_line(id, message, line),
-            Format::Text => error_text(id, message),
+            Format::Jsonl => error_line(id, &shown, line),
+            Format::Text => error_text(id, &shown, line),
         }
     }
 
@@ -180,7 +180,7 @@ impl<'a> Batch<'a> {
             self.tally.finished(output);
             match self.format {
                 Format::Jsonl => result_line(&id, output, &self.engine.text().tokenizer)?,
-                Format::Text => result_text(&id, output),
+                Format::Text => result_text(&id, line, output),
             }
         };
         let slot = &mut self.slots[at];

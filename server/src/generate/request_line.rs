@@ -1,21 +1,46 @@
 //! One line of a JSONL input: a request in strict JSON.
 //!
 //! Every field has one type; what is unknown, doubled, or not supported is an error that names
-//! it, since a misspelt parameter that is silently ignored gives wrong results. Ranges are checked
-//! by the engine.
+//! it, since a misspelt parameter that is silently ignored gives wrong results. A field that is
+//! null counts as not given. Ranges are checked by the engine.
 
+use crate::output::cut;
 use quire_engine::engine::Prompt;
 use quire_engine::sampling::NumLogprobs;
 use quire_engine::{Request, SamplingParams};
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use std::fmt;
 
+/// Longest id, in bytes.
+const MAX_ID_BYTES: usize = 1024;
+
 /// Sampling parameters that a line may set.
-const SAMPLING_FIELDS: &str = "n, max_tokens, min_tokens, temperature, top_k, top_p, min_p, \
-    presence_penalty, frequency_penalty, repetition_penalty, bad_words, allowed_token_ids, \
-    logit_bias, seed, stop, stop_token_ids, include_stop_str_in_output, ignore_eos, logprobs, \
-    prompt_logprobs, skip_special_tokens, spaces_between_special_tokens, detokenize";
+const SAMPLING_FIELDS: &[&str] = &[
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+];
 
 /// Fields that other engines know.
 const NOT_SUPPORTED: &[&str] = &[
@@ -49,18 +74,31 @@ pub struct RequestLine {
 
 /// Reads a line; `defaults` holds what it does not say.
 pub fn parse_line(text: &str, defaults: &SamplingParams) -> RequestLine {
-    let fields = match serde_json::from_str::<Fields>(text) {
-        Ok(fields) => fields.0,
+    // The parser counts columns from the last line break.
+    let text = text.trim_end_matches(['\r', '\n']);
+    let Fields { known, problem } = match serde_json::from_str(text) {
+        Ok(fields) => fields,
         Err(e) => return RequestLine { id: Value::Null, request: Err(syntax_error(&e, text)) },
     };
-    let id = fields.iter().find(|(name, _)| name == "id").map_or(&Value::Null, |(_, id)| id);
-    let result = check_id(id).and_then(|()| request(&fields, defaults));
-    let id = if check_id(id).is_ok() { id.clone() } else { Value::Null };
-    RequestLine { id, request: result }
+    let id = known.iter().find(|(name, _)| name == "id").map_or(&Value::Null, |(_, id)| id);
+    let (id, id_problem) = match check_id(id) {
+        Ok(()) => (id.clone(), None),
+        Err(problem) => (Value::Null, Some(problem)),
+    };
+    let request = match id_problem.or(problem) {
+        Some(problem) => Err(problem),
+        None => request(&known, defaults),
+    };
+    RequestLine { id, request }
 }
 
-/// Fields in the order of the line.
-struct Fields(Vec<(String, Value)>);
+/// A line's fields.
+struct Fields {
+    /// Those with a meaning, in the order of the line, each once.
+    known: Vec<(String, Value)>,
+    /// What is wrong with the first of the others, which are not kept.
+    problem: Option<String>,
+}
 
 impl<'de> Deserialize<'de> for Fields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -73,46 +111,91 @@ impl<'de> Deserialize<'de> for Fields {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
-                let mut fields: Vec<(String, Value)> = Vec::new();
+                let mut fields = Fields { known: Vec::new(), problem: None };
                 while let Some(name) = map.next_key::<String>()? {
-                    if fields.iter().any(|(other, _)| *other == name) {
-                        return Err(A::Error::custom(format!("field {name:?} is there twice")));
-                    }
                     // Numbers out of range and NaN end here; the message names their field.
-                    let value = map
-                        .next_value()
+                    fields
+                        .read(&name, &mut map)
                         .map_err(|e| A::Error::custom(format!("field {}: {e}", shown(&name))))?;
-                    fields.push((name, value));
-                    // Quadratic above; no request has so many fields.
-                    if fields.len() > 64 {
-                        return Err(A::Error::custom("more than 64 fields"));
-                    }
                 }
-                Ok(Fields(fields))
+                Ok(fields)
             }
         }
         deserializer.deserialize_map(FieldsVisitor)
     }
 }
 
+impl Fields {
+    /// Reads the value of field `name`.
+    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error> {
+        let problem = if !is_known(name) {
+            let given = map.next_value::<Option<IgnoredAny>>()?.is_some();
+            match NOT_SUPPORTED.contains(&name) {
+                true => given.then(|| format!("field {name:?} is not supported")),
+                false => Some(unknown(name)),
+            }
+        } else if self.known.iter().any(|(other, _)| other == name) {
+            map.next_value::<IgnoredAny>()?;
+            Some(format!("field {name:?} is there twice"))
+        } else {
+            self.known.push((name.to_owned(), map.next_value()?));
+            None
+        };
+        self.problem = self.problem.take().or(problem);
+        Ok(())
+    }
+}
+
+fn is_known(name: &str) -> bool {
+    ["id", "prompt", "prompt_token_ids"].contains(&name) || SAMPLING_FIELDS.contains(&name)
+}
+
+fn unknown(name: &str) -> String {
+    format!(
+        "unknown field {}; a line has id, prompt or prompt_token_ids, and of the sampling \
+         parameters {}",
+        shown(name),
+        SAMPLING_FIELDS.join(", ")
+    )
+}
+
 /// What the parser says, with the column and the text there instead of "line 1".
 fn syntax_error(error: &serde_json::Error, text: &str) -> String {
-    let message = error.to_string();
-    let message = message.split(" at line ").next().unwrap_or_default();
-    let column = error.column();
+    let (message, column) = (error.to_string(), error.column());
+    let place = format!(" at line {} column {column}", error.line());
+    let mut shown =
+        format!("not a valid request: {}", message.strip_suffix(&place).unwrap_or(&message));
+    if column > 0 {
+        shown.push_str(&format!(" at column {column}"));
+    }
+    let near = token_at(text, column);
+    if !near.is_empty() {
+        shown.push_str(&format!(", near {}", cut(&near, MAX_SHOWN_CHARS)));
+    }
+    // A list of requests, or one object over several lines.
+    if error.is_eof() || !text.trim_start().starts_with('{') {
+        shown.push_str("; one JSON object a line (JSONL) is expected");
+    }
+    shown
+}
+
+/// What stands around a column, counted in bytes from 1, up to the delimiters.
+fn token_at(text: &str, column: usize) -> String {
     let delimiter = |b: &u8| b" \t,:[]{}".contains(b);
     let bytes = text.as_bytes();
     let at = column.saturating_sub(1).min(bytes.len());
     let start = bytes[..at].iter().rposition(delimiter).map_or(0, |i| i + 1);
     let end = bytes[at..].iter().position(delimiter).map_or(bytes.len(), |i| at + i);
-    let token = String::from_utf8_lossy(&bytes[start..end.max(start)]);
-    format!("not a valid request: {message} at column {column}, near {}", cut(&token))
+    String::from_utf8_lossy(&bytes[start..end]).into_owned()
 }
 
 fn check_id(id: &Value) -> Result<(), String> {
     // Beyond 2^53 a number would come back as another one.
     let exact = |n: &serde_json::Number| !n.is_f64() || n.as_f64().is_some_and(|x| x.abs() < 9e15);
     match id {
+        Value::String(text) if text.len() > MAX_ID_BYTES => {
+            Err(format!("id must be at most {MAX_ID_BYTES} bytes, got {} bytes", text.len()))
+        }
         Value::Null | Value::String(_) => Ok(()),
         Value::Number(n) if exact(n) => Ok(()),
         other => Err(wrong("id", "a string or a number below 9e15", other)),
@@ -122,9 +205,8 @@ fn check_id(id: &Value) -> Result<(), String> {
 fn request(fields: &[(String, Value)], defaults: &SamplingParams) -> Result<Request, String> {
     let mut params = defaults.clone();
     let mut prompt = None;
-    for (name, value) in fields {
+    for (name, value) in fields.iter().filter(|(name, value)| name != "id" && !value.is_null()) {
         let given = match name.as_str() {
-            "id" => continue,
             "prompt" => match value {
                 Value::String(text) => Prompt::Text(text.clone()),
                 other => return Err(wrong("prompt", "a string", other)),
@@ -143,62 +225,42 @@ fn request(fields: &[(String, Value)], defaults: &SamplingParams) -> Result<Requ
     Ok(Request::new(prompt, params))
 }
 
-/// Sets one sampling parameter.
+/// Sets one of [`SAMPLING_FIELDS`] to a value that is not null.
 fn set(params: &mut SamplingParams, name: &str, value: &Value) -> Result<(), String> {
     match name {
-        "n" => params.n = whole(name, value)?,
+        "n" => params.n = whole(name, value, 1)?,
         "presence_penalty" => params.presence_penalty = float(name, value)?,
         "frequency_penalty" => params.frequency_penalty = float(name, value)?,
         "repetition_penalty" => params.repetition_penalty = float(name, value)?,
-        "bad_words" => params.bad_words = optional(name, value, strings)?.unwrap_or_default(),
-        "allowed_token_ids" => params.allowed_token_ids = optional(name, value, ids)?,
-        "logit_bias" => params.logit_bias = optional(name, value, bias)?.unwrap_or_default(),
-        "prompt_logprobs" => params.prompt_logprobs = optional(name, value, num_logprobs)?,
+        "bad_words" => params.bad_words = strings(name, value)?,
+        "allowed_token_ids" => params.allowed_token_ids = Some(ids(name, value)?),
+        "logit_bias" => params.logit_bias = bias(name, value)?,
+        "prompt_logprobs" => params.prompt_logprobs = Some(num_logprobs(name, value)?),
         // Decoding never puts spaces between special tokens of its own accord.
         "spaces_between_special_tokens" => drop(boolean(name, value)?),
-        "max_tokens" => params.max_tokens = optional(name, value, whole)?,
-        "min_tokens" => params.min_tokens = whole(name, value)?,
+        "max_tokens" => params.max_tokens = Some(whole(name, value, 1)?),
+        "min_tokens" => params.min_tokens = whole(name, value, 0)?,
         "temperature" => params.temperature = float(name, value)?,
         "top_k" => params.top_k = top_k(name, value)?,
         "top_p" => params.top_p = float(name, value)?,
         "min_p" => params.min_p = float(name, value)?,
-        "seed" => params.seed = optional(name, value, whole)?,
-        "stop" => params.stop = optional(name, value, strings)?.unwrap_or_default(),
-        "stop_token_ids" => {
-            params.stop_token_ids = optional(name, value, ids)?.unwrap_or_default();
-        }
+        "seed" => params.seed = Some(whole(name, value, 0)?),
+        "stop" => params.stop = strings(name, value)?,
+        "stop_token_ids" => params.stop_token_ids = ids(name, value)?,
         "include_stop_str_in_output" => params.include_stop_str_in_output = boolean(name, value)?,
         "ignore_eos" => params.ignore_eos = boolean(name, value)?,
-        "logprobs" => params.logprobs = optional(name, value, num_logprobs)?,
+        "logprobs" => params.logprobs = Some(num_logprobs(name, value)?),
         "skip_special_tokens" => params.skip_special_tokens = boolean(name, value)?,
         "detokenize" => params.detokenize = boolean(name, value)?,
-        _ if NOT_SUPPORTED.contains(&name) => {
-            return Err(format!("field {name:?} is not supported"));
-        }
-        _ => {
-            let name = shown(name);
-            return Err(format!(
-                "unknown field {name}; a line has id, prompt or prompt_token_ids, and of the \
-                 sampling parameters {SAMPLING_FIELDS}"
-            ));
-        }
+        _ => unreachable!("{name} is none of the fields that are kept"),
     }
     Ok(())
 }
 
-/// Null stands for "not set".
-fn optional<T>(
-    name: &str,
-    value: &Value,
-    read: fn(&str, &Value) -> Result<T, String>,
-) -> Result<Option<T>, String> {
-    if value.is_null() { Ok(None) } else { read(name, value).map(Some) }
-}
-
-fn whole<T: TryFrom<u64>>(name: &str, value: &Value) -> Result<T, String> {
-    let number = value.as_u64().and_then(|n| T::try_from(n).ok());
+fn whole<T: TryFrom<u64>>(name: &str, value: &Value, least: u64) -> Result<T, String> {
+    let number = value.as_u64().filter(|&n| n >= least).and_then(|n| T::try_from(n).ok());
     let most = u64::MAX >> (64 - 8 * size_of::<T>());
-    number.ok_or_else(|| wrong(name, &format!("a whole number from 0 to {most}"), value))
+    number.ok_or_else(|| wrong(name, &format!("a whole number from {least} to {most}"), value))
 }
 
 fn float(name: &str, value: &Value) -> Result<f32, String> {
@@ -258,20 +320,15 @@ fn ids(name: &str, value: &Value) -> Result<Vec<u32>, String> {
 }
 
 fn wrong(field: &str, rule: &str, value: &Value) -> String {
-    format!("{field} must be {rule}, got {}", cut(&value.to_string()))
+    format!("{field} must be {rule}, got {}", cut(&value.to_string(), MAX_SHOWN_CHARS))
 }
+
+/// Most characters shown of a name or value.
+const MAX_SHOWN_CHARS: usize = 60;
 
 /// A field's name, quoted and cut to a length a message can hold.
 fn shown(name: &str) -> String {
-    cut(&format!("{name:?}"))
-}
-
-fn cut(text: &str) -> String {
-    const MAX_CHARS: usize = 60;
-    match text.char_indices().nth(MAX_CHARS) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
+    cut(&format!("{name:?}"), MAX_SHOWN_CHARS)
 }
 
 #[cfg(test)]

@@ -18,9 +18,8 @@ fn every_field_takes_its_type() {
     let strings = |all: &[&str]| all.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
     let none = SamplingParams::default();
     for (field, value, expected) in [
-        ("max_tokens", "0", changed(|p| p.max_tokens = Some(0))),
+        ("max_tokens", "1", changed(|p| p.max_tokens = Some(1))),
         ("max_tokens", "18446744073709551615", changed(|p| p.max_tokens = Some(usize::MAX))),
-        ("max_tokens", "null", changed(|p| p.max_tokens = None)),
         ("min_tokens", "3", changed(|p| p.min_tokens = 3)),
         ("temperature", "0", changed(|p| p.temperature = 0.0)),
         ("temperature", "0.5", changed(|p| p.temperature = 0.5)),
@@ -31,30 +30,23 @@ fn every_field_takes_its_type() {
         ("top_p", "1e-3", changed(|p| p.top_p = 1e-3)),
         ("min_p", "1", changed(|p| p.min_p = 1.0)),
         ("seed", "18446744073709551615", changed(|p| p.seed = Some(u64::MAX))),
-        ("seed", "null", none.clone()),
         ("stop", "\"a\"", changed(|p| p.stop = strings(&["a"]))),
         ("stop", "[\"a\", \"b\"]", changed(|p| p.stop = strings(&["a", "b"]))),
-        ("stop", "null", none.clone()),
         ("stop_token_ids", "[0, 4294967295]", changed(|p| p.stop_token_ids = vec![0, u32::MAX])),
         ("include_stop_str_in_output", "true", changed(|p| p.include_stop_str_in_output = true)),
         ("ignore_eos", "true", changed(|p| p.ignore_eos = true)),
         ("logprobs", "0", changed(|p| p.logprobs = Some(NumLogprobs::Top(0)))),
         ("logprobs", "-1", changed(|p| p.logprobs = Some(NumLogprobs::All))),
         ("prompt_logprobs", "5", changed(|p| p.prompt_logprobs = Some(NumLogprobs::Top(5)))),
-        ("prompt_logprobs", "null", none.clone()),
         ("n", "3", changed(|p| p.n = 3)),
         ("presence_penalty", "-2", changed(|p| p.presence_penalty = -2.0)),
         ("frequency_penalty", "0.5", changed(|p| p.frequency_penalty = 0.5)),
         ("repetition_penalty", "1.1", changed(|p| p.repetition_penalty = 1.1)),
         ("bad_words", "[\"a\"]", changed(|p| p.bad_words = strings(&["a"]))),
-        ("bad_words", "null", none.clone()),
         ("allowed_token_ids", "[3]", changed(|p| p.allowed_token_ids = Some(vec![3]))),
         ("allowed_token_ids", "[]", changed(|p| p.allowed_token_ids = Some(vec![]))),
-        ("allowed_token_ids", "null", none.clone()),
         ("logit_bias", "{\"5\": -1}", changed(|p| p.logit_bias = vec![(5, -1.0)])),
-        ("logit_bias", "null", none.clone()),
         ("spaces_between_special_tokens", "false", none.clone()),
-        ("logprobs", "null", none.clone()),
         ("skip_special_tokens", "false", changed(|p| p.skip_special_tokens = false)),
         ("detokenize", "false", changed(|p| p.detokenize = false)),
         ("id", "7", none),
@@ -66,30 +58,30 @@ fn every_field_takes_its_type() {
 #[test]
 fn wrong_types_are_refused_with_field_and_value() {
     let cases: [(&str, &[&str]); 24] = [
-        ("max_tokens", &["-1", "5.5", "5.0", "\"5\"", "true", "[5]", "18446744073709551616"]),
-        ("min_tokens", &["-1", "null", "1.0"]),
-        ("temperature", &["\"hot\"", "null", "true", "3.5e38", "[1]"]),
-        ("top_k", &["-2", "1.5", "null", "4294967296"]),
-        ("top_p", &["\"1\"", "null"]),
-        ("min_p", &["{}", "null"]),
+        ("max_tokens", &["0", "-1", "5.5", "5.0", "\"5\"", "true", "[5]", "18446744073709551616"]),
+        ("min_tokens", &["-1", "1.0"]),
+        ("temperature", &["\"hot\"", "true", "3.5e38", "[1]"]),
+        ("top_k", &["-2", "1.5", "4294967296"]),
+        ("top_p", &["\"1\""]),
+        ("min_p", &["{}"]),
         ("seed", &["-1", "1.5", "\"1\""]),
         ("stop", &["5", "[5]", "[null]", "{}"]),
         ("stop_token_ids", &["5", "[-1]", "[1.0]", "[\"a\"]", "[4294967296]"]),
-        ("include_stop_str_in_output", &["1", "null", "\"true\""]),
-        ("ignore_eos", &["0", "null"]),
+        ("include_stop_str_in_output", &["1", "\"true\""]),
+        ("ignore_eos", &["0"]),
         ("logprobs", &["true", "-2", "1.5", "4294967296"]),
         ("prompt_logprobs", &["\"3\"", "-2", "[]"]),
-        ("n", &["0.5", "-1", "null", "\"2\""]),
-        ("presence_penalty", &["\"0\"", "null", "1e39"]),
-        ("frequency_penalty", &["[]", "null"]),
-        ("repetition_penalty", &["true", "null"]),
+        ("n", &["0", "0.5", "-1", "\"2\""]),
+        ("presence_penalty", &["\"0\"", "1e39"]),
+        ("frequency_penalty", &["[]"]),
+        ("repetition_penalty", &["true"]),
         ("bad_words", &["5", "[5]"]),
         ("allowed_token_ids", &["5", "[-1]", "{}"]),
         ("logit_bias", &["[]", "{\"a\": 1}", "{\"-1\": 1}", "{\"1\": \"x\"}", "5"]),
-        ("spaces_between_special_tokens", &["1", "null"]),
-        ("skip_special_tokens", &["1", "null"]),
-        ("detokenize", &["1", "null"]),
-        ("prompt_token_ids", &["\"x\"", "[1.5]", "[-1]", "null"]),
+        ("spaces_between_special_tokens", &["1"]),
+        ("skip_special_tokens", &["1"]),
+        ("detokenize", &["1"]),
+        ("prompt_token_ids", &["\"x\"", "[1.5]", "[-1]"]),
     ];
     for (field, values) in cases {
         for value in values {
@@ -99,6 +91,16 @@ fn wrong_types_are_refused_with_field_and_value() {
         }
     }
     assert!(with("seed", "-1").unwrap_err().ends_with("got -1"));
+    for (field, rule) in [
+        ("max_tokens", "from 1 to 18446744073709551615, got -7"),
+        ("n", "from 1 to 18446744073709551615, got -7"),
+        ("seed", "from 0 to 18446744073709551615, got -7"),
+        ("logprobs", "from -1 to 4294967295, got -7"),
+        ("prompt_logprobs", "from -1 to 4294967295, got -7"),
+    ] {
+        let error = with(field, "-7").unwrap_err();
+        assert!(error.ends_with(&format!("a whole number {rule}")), "{error}");
+    }
 }
 
 #[test]
@@ -109,14 +111,80 @@ fn what_is_not_json_names_field_column_and_text() {
         assert!(error.contains(" at column 3") && error.contains(value), "{value}: {error}");
         assert!(!error.contains("line 1"), "{error}");
     }
-    let broken =
-        ["", "{", "[]", "5", "null", "{\"prompt\": \"x\"} {}", "{\"prompt\" \"x\"}", "{1: 2}"];
-    for text in broken {
+    let jsonl = "; one JSON object a line (JSONL) is expected";
+    for (text, expected) in [
+        ("", "EOF while parsing a value"),
+        ("{", "EOF while parsing an object at column 1"),
+        ("{\n", "EOF while parsing an object at column 1"),
+        ("{\"prompt\": \"x\",\r\n", "EOF while parsing a value at column 15"),
+        ("[", "invalid type: sequence, expected a JSON object"),
+        ("[{\"prompt\": \"x\"}]", "invalid type: sequence, expected a JSON object"),
+        ("\"prompt\": \"x\",", "invalid type: string \"prompt\", expected a JSON object"),
+        ("}", "expected value at column 1"),
+        ("5", "invalid type: integer `5`, expected a JSON object"),
+        ("null", "invalid type: null, expected a JSON object"),
+    ] {
         let line = parse_line(text, &SamplingParams::default());
         let error = line.request.unwrap_err();
-        assert!(error.starts_with("not a valid request: "), "{text}: {error}");
+        assert!(error.starts_with(&format!("not a valid request: {expected}")), "{error}");
+        assert!(error.ends_with(jsonl) && !error.contains("column 0"), "{error}");
+        assert!(!error.contains("near ;") && !error.contains('\n'), "{error}");
         assert_eq!(line.id, Value::Null);
     }
+    for (text, expected) in [
+        ("{\"prompt\": \"x\"} {}\n", "trailing characters at column 17"),
+        ("{\"prompt\" \"x\"}", "field \"prompt\": expected `:` at column 11, near \"x\""),
+        ("{1: 2}", "key must be a string at column 2, near 1"),
+        ("{\"a at line b\": NaN}", "field \"a at line b\": expected value at column 17, near NaN"),
+    ] {
+        let error = parse_line(text, &SamplingParams::default()).request.unwrap_err();
+        assert_eq!(error, format!("not a valid request: {expected}"));
+    }
+}
+
+#[test]
+fn null_is_not_given() {
+    let defaults = changed(|p| {
+        p.max_tokens = Some(5);
+        p.temperature = 0.5;
+        p.seed = Some(3);
+        p.stop = vec!["a".to_owned()];
+        p.logprobs = Some(NumLogprobs::Top(1));
+        p.ignore_eos = true;
+    });
+    let nulls = |names: &[&str]| -> String {
+        names.iter().map(|name| format!(", \"{name}\": null")).collect()
+    };
+    let nulls = nulls(SAMPLING_FIELDS) + &nulls(NOT_SUPPORTED);
+    let line = format!("{{\"prompt\": null, \"prompt_token_ids\": [1]{nulls}}}");
+    let request = parse_line(&line, &defaults).request;
+    assert_eq!(request, Ok(Request::new(vec![1], defaults)));
+    assert!(with("prompt_token_ids", "null").is_ok());
+    assert!(with("max_token", "null").unwrap_err().starts_with("unknown field \"max_token\""));
+}
+
+#[test]
+fn every_sampling_field_is_settable() {
+    for name in SAMPLING_FIELDS {
+        // Panics at a name that nothing sets.
+        let _ = set(&mut SamplingParams::default(), name, &json!(1));
+    }
+}
+
+#[test]
+fn ids_are_kept_and_bounded() {
+    let parse = |line: &str| parse_line(line, &SamplingParams::default());
+    let late = parse("{\"x\": [1, {\"y\": 2}], \"z\": 1, \"prompt\": 5, \"id\": \"late\"}");
+    assert_eq!(late.id, json!("late"));
+    assert!(late.request.unwrap_err().starts_with("unknown field \"x\""));
+    let twice = parse("{\"prompt\": \"x\", \"prompt\": \"y\", \"id\": 4}");
+    assert_eq!(twice.id, json!(4));
+    assert_eq!(twice.request.unwrap_err(), "field \"prompt\" is there twice");
+    let of = |bytes| parse(&format!("{{\"id\": \"{}\", \"prompt\": \"x\"}}", "i".repeat(bytes)));
+    assert!(of(1024).request.is_ok());
+    let long = of(1025);
+    assert_eq!(long.id, Value::Null);
+    assert_eq!(long.request.unwrap_err(), "id must be at most 1024 bytes, got 1025 bytes");
 }
 
 #[test]
@@ -131,7 +199,7 @@ fn nothing_is_silently_ignored() {
     assert!(missing.request.unwrap_err().starts_with("neither "));
     let long = format!("{{\"{}\": 1}}", "x".repeat(10_000));
     let error = parse_line(&long, &SamplingParams::default()).request.unwrap_err();
-    assert!(error.len() < 500, "{error}");
+    assert!(error.len() < 600, "{error}");
 }
 
 #[test]
@@ -165,6 +233,6 @@ fn lines_override_the_defaults() {
     let parse = |text| parse_line(text, &defaults).request.unwrap();
     let request = parse("{\"prompt\": \"x\"}");
     assert_eq!(request, Request::new("x", defaults.clone()));
-    let request = parse("{\"prompt_token_ids\": [1, 2], \"stop\": null, \"temperature\": 1}");
+    let request = parse("{\"prompt_token_ids\": [1, 2], \"stop\": [], \"temperature\": 1}");
     assert_eq!(request, Request::new(vec![1, 2], SamplingParams::default()));
 }

@@ -1,7 +1,7 @@
 //! One result: a line of JSONL, or a text to be read.
 
 use super::summary::milliseconds;
-use crate::output::to_json;
+use crate::output::{counted, escaped, to_json};
 use quire_engine::sampling::TokenLogprob;
 use quire_engine::text::{TextError, Tokenizer};
 use quire_engine::{RequestOutput, StopReason, TokenLogprobs};
@@ -110,26 +110,30 @@ pub fn result_line(
     }))
 }
 
-/// The line of a request that was refused or failed.
+/// The line of a request that was refused or failed, `message` being one line.
 pub fn error_line(id: &Value, message: &str, line: u64) -> String {
     to_json(&ErrorLine { id, error: ErrorDetail { message, line } })
 }
 
-/// A result to be read: a rule with the id, then the text.
-pub fn result_text(id: &Value, output: &RequestOutput) -> String {
-    let reason = output.finish_reason.name();
-    let title = format!("{} ({} tokens, {reason})", plain(id), output.token_ids.len());
+/// A result to be read: a rule with the id or, without one, the line, then the text.
+pub fn result_text(id: &Value, line: u64, output: &RequestOutput) -> String {
+    let tokens = counted(output.token_ids.len() as u64, "token");
+    let title = format!("{} ({tokens}, {})", name(id, line), output.finish_reason.name());
     format!("── {title}\n{}\n", output.text.trim())
 }
 
 /// The same for a request that was refused or failed.
-pub fn error_text(id: &Value, message: &str) -> String {
-    format!("── {}\nerror: {}\n", plain(id), crate::output::one_line(message))
+pub fn error_text(id: &Value, message: &str, line: u64) -> String {
+    format!("── {}\nerror: {message}\n", name(id, line))
 }
 
-/// A string without its quotes, anything else as JSON.
-fn plain(id: &Value) -> String {
-    id.as_str().map_or_else(|| id.to_string(), str::to_owned)
+/// An id on one line: a string without its quotes, a number, or the number of the line for null.
+fn name(id: &Value, line: u64) -> String {
+    match id {
+        Value::Null => format!("line {line}"),
+        Value::String(id) => escaped(id).into_owned(),
+        other => other.to_string(),
+    }
 }
 
 fn position(logprobs: &TokenLogprobs, tokenizer: &Tokenizer) -> Result<Position, TextError> {
@@ -139,4 +143,18 @@ fn position(logprobs: &TokenLogprobs, tokenizer: &Tokenizer) -> Result<Position,
     };
     let top = logprobs.top.iter().map(token).collect::<Result<_, _>>()?;
     Ok(Position { sampled: token(&logprobs.sampled)?, top })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn names_of_results_are_one_line() {
+        assert_eq!(name(&json!("a\nb\t\u{1b}é"), 7), "a\\nb\\t\\u{1b}é");
+        assert_eq!(name(&json!(12), 7), "12");
+        assert_eq!(name(&Value::Null, 7), "line 7");
+        assert_eq!(error_text(&Value::Null, "bad", 7), "── line 7\nerror: bad\n");
+    }
 }

@@ -2,14 +2,14 @@
 //! a slow writer never holds up running requests, or the prompts of the command line.
 
 use super::request_line::{RequestLine, parse_line};
-use quire_engine::{Request, SamplingParams};
+use quire_engine::{Request, SamplingParams, derived_seed};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
 
 /// Longest input line, in bytes.
-pub const MAX_LINE_BYTES: usize = 64 << 20;
+pub const MAX_LINE_BYTES: usize = 32 << 20;
 /// Lines read ahead.
 const READ_AHEAD: usize = 4;
 /// How long to wait for a line before looking whether Ctrl-C was pressed.
@@ -45,6 +45,8 @@ pub enum Source {
         is_file: bool,
         /// What lines do not say.
         defaults: Box<SamplingParams>,
+        /// Makes the seeds of lines that have none.
+        engine_seed: u64,
     },
     /// Requests made of `--prompt`.
     Prompts(std::iter::Enumerate<std::vec::IntoIter<Request>>),
@@ -52,10 +54,16 @@ pub enum Source {
 
 impl Source {
     /// Reads lines from `input` on a thread. `is_file`: reading never waits for anyone.
-    pub fn lines(input: Box<dyn Read + Send>, is_file: bool, defaults: SamplingParams) -> Self {
+    /// `engine_seed` and its number make the seed of a line that has none.
+    pub fn lines(
+        input: Box<dyn Read + Send>,
+        is_file: bool,
+        defaults: SamplingParams,
+        engine_seed: u64,
+    ) -> Self {
         let (sender, lines) = sync_channel(READ_AHEAD);
         std::thread::spawn(move || send_lines(BufReader::new(input), &sender));
-        Source::Lines { lines, is_file, defaults: Box::new(defaults) }
+        Source::Lines { lines, is_file, defaults: Box::new(defaults), engine_seed }
     }
 
     /// The next request. `idle`: there is nothing else to do, so it may wait a little.
@@ -71,7 +79,7 @@ impl Source {
                 }
                 None => Next::End,
             }),
-            Source::Lines { lines, is_file, defaults } => {
+            Source::Lines { lines, is_file, defaults, engine_seed } => {
                 let received = if idle || *is_file {
                     lines.recv_timeout(PATIENCE)
                 } else {
@@ -81,7 +89,9 @@ impl Source {
                     })
                 };
                 match received {
-                    Ok(line) => line.map(|line| Next::Entry(Box::new(line.parse(defaults)))),
+                    Ok(line) => {
+                        line.map(|line| Next::Entry(Box::new(line.parse(defaults, *engine_seed))))
+                    }
                     Err(RecvTimeoutError::Timeout) => Ok(Next::Later),
                     Err(RecvTimeoutError::Disconnected) => Ok(Next::End),
                 }
@@ -99,13 +109,22 @@ pub struct Line {
 }
 
 impl Line {
-    fn parse(self, defaults: &SamplingParams) -> Entry {
-        let request = match self.text {
+    fn parse(self, defaults: &SamplingParams, engine_seed: u64) -> Entry {
+        let mut request = match self.text {
             Ok(text) => parse_line(&text, defaults),
             Err(problem) => RequestLine { id: Value::Null, request: Err(problem) },
         };
+        if let Ok(request) = &mut request.request {
+            seed(request, engine_seed, self.number);
+        }
         Entry { line: self.number, end: self.end, request }
     }
+}
+
+/// Gives a request that has no seed the one of its line or prompt, counted from 1: unlike the
+/// engine's own, it does not depend on how many others were accepted before.
+pub fn seed(request: &mut Request, engine_seed: u64, number: u64) {
+    request.params.seed.get_or_insert_with(|| derived_seed(engine_seed, number));
 }
 
 /// Sends lines until the input or the interest in it ends.

@@ -20,6 +20,8 @@ struct Shown {
 struct Stream {
     output: Output,
     prompts: Vec<Shown>,
+    /// Each is announced, as there may be several.
+    headings: bool,
     /// The one being printed.
     current: usize,
     /// Its heading is printed.
@@ -38,7 +40,8 @@ pub fn stream(
     let mut tally = Tally::default();
     // Place of each request's first sequence, and how many of them run.
     let mut places: HashMap<RequestId, (usize, usize)> = HashMap::new();
-    let mut stream = Stream { output, prompts: Vec::new(), current: 0, headed: false };
+    let headings = requests.len() > 1 || requests.iter().any(|request| request.params.n > 1);
+    let mut stream = Stream { output, prompts: Vec::new(), headings, current: 0, headed: false };
     for (i, mut request) in requests.into_iter().enumerate() {
         request.stream = true;
         let n = request.params.n;
@@ -101,7 +104,7 @@ impl Stream {
             let text = std::mem::take(&mut self.prompts[self.current].pending);
             if !self.headed && !text.is_empty() {
                 self.headed = true;
-                if self.prompts.len() > 1 {
+                if self.headings {
                     let heading = format!("==> {} <==\n", self.prompts[self.current].name);
                     self.output.text(&heading)?;
                 }

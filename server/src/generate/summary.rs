@@ -1,6 +1,6 @@
 //! What a run amounted to: counts, rates, latencies.
 
-use crate::output::two_columns;
+use crate::output::{counted, two_columns};
 use quire_engine::engine::EngineStats;
 use quire_engine::{Engine, RequestOutput};
 use serde::Serialize;
@@ -88,8 +88,11 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// As a table.
+    /// As a table; only the requests where none was run.
     pub fn table(&self) -> String {
+        if self.finished + self.failed + self.aborted == 0 {
+            return "no requests\n".to_owned();
+        }
         let latency = |latency: Option<Latency>| match latency {
             Some(Latency { mean, p50, p99 }) => {
                 format!("mean {mean:.1} ms, p50 {p50:.1} ms, p99 {p99:.1} ms")
@@ -100,16 +103,14 @@ impl Summary {
         if self.aborted > 0 {
             requests.push_str(&format!(", {} aborted", self.aborted));
         }
+        if self.finished + self.aborted == 0 {
+            return two_columns(&[("requests", requests)]);
+        }
+        let tokens = |n, rate: f64| format!("{}, {rate:.1} tokens/s", counted(n, "token"));
         two_columns(&[
             ("requests", requests),
-            (
-                "prompt",
-                format!("{} tokens, {:.1} tokens/s", self.prompt_tokens, self.prompt_tokens_per_s),
-            ),
-            (
-                "output",
-                format!("{} tokens, {:.1} tokens/s", self.output_tokens, self.output_tokens_per_s),
-            ),
+            ("prompt", tokens(self.prompt_tokens, self.prompt_tokens_per_s)),
+            ("output", tokens(self.output_tokens, self.output_tokens_per_s)),
             ("TTFT", latency(self.ttft_ms)),
             ("TPOT", latency(self.tpot_ms)),
             (
@@ -176,6 +177,31 @@ mod tests {
         ] {
             assert_eq!(percentile(values, percent), expected, "{} {percent}", values.len());
         }
+    }
+
+    #[test]
+    fn a_table_has_what_there_is_to_say() {
+        let summary = |finished, failed| Summary {
+            finished,
+            failed,
+            aborted: 0,
+            prompt_tokens: finished,
+            output_tokens: 2 * finished,
+            prompt_tokens_per_s: 1.0,
+            output_tokens_per_s: 2.0,
+            ttft_ms: None,
+            tpot_ms: None,
+            peak_kv_blocks: 1,
+            num_kv_blocks: 2,
+            peak_kv_percent: 50.0,
+            preemptions: 0,
+            wall_s: 1.0,
+        };
+        assert_eq!(summary(0, 0).table(), "no requests\n");
+        assert_eq!(summary(0, 3).table(), "requests  0 finished, 3 failed\n");
+        let table = summary(1, 0).table();
+        assert!(table.contains("prompt       1 token, 1.0 tokens/s\n"), "{table}");
+        assert!(table.contains("output       2 tokens, 2.0 tokens/s\n"), "{table}");
     }
 
     #[test]

@@ -1,0 +1,142 @@
+//! The file that results go to: found usable before the model is loaded, changed after.
+
+use crate::output::{Output, OutputError};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// A file that can be written and is none of those the run reads.
+pub struct OutputFile {
+    path: PathBuf,
+    /// `None` for a file that is not there yet.
+    existing: Option<File>,
+}
+
+impl OutputFile {
+    /// Checks that `path` can be written and would overwrite neither `input`, where `-` is
+    /// standard input, nor a file of the `model`. Changes nothing.
+    ///
+    /// # Errors
+    /// It cannot be written, or would overwrite what is read.
+    pub fn check(path: &Path, input: &Path, model: &Path) -> anyhow::Result<Self> {
+        let shown = path.display();
+        let there = path.exists();
+        if let Some(id) = FileId::of(path) {
+            let is_output = |other: &Path| FileId::of(other).as_ref() == Some(&id);
+            anyhow::ensure!(!is_output(input), "{shown}: the output would overwrite the input");
+            anyhow::ensure!(
+                !model_files(model).iter().any(|file| is_output(file)),
+                "{shown}: the output would overwrite a file of the model"
+            );
+        }
+        let file = open(path)?;
+        if there {
+            return Ok(OutputFile { path: path.to_owned(), existing: Some(file) });
+        }
+        // Whatever ends the run before it has a result leaves no empty file. Through a link, what
+        // was made is its target.
+        let removed = path.canonicalize().and_then(std::fs::remove_file);
+        removed.map_err(|source| error(path, source))?;
+        Ok(OutputFile { path: path.to_owned(), existing: None })
+    }
+
+    /// The output, emptied.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn start(self) -> Result<Output, OutputError> {
+        let file = match self.existing {
+            Some(file) => file,
+            None => open(&self.path)?,
+        };
+        Output::file(&self.path, file)
+    }
+}
+
+fn open(path: &Path) -> Result<File, OutputError> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false);
+    options.open(path).map_err(|source| error(path, source))
+}
+
+fn error(path: &Path, source: io::Error) -> OutputError {
+    OutputError { target: path.display().to_string(), source }
+}
+
+/// The model's file, or those in its folder.
+fn model_files(model: &Path) -> Vec<PathBuf> {
+    match std::fs::read_dir(model) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(_) => vec![model.to_owned()],
+    }
+}
+
+/// Tells regular files apart, whatever they are called.
+#[derive(PartialEq, Eq)]
+struct FileId {
+    #[cfg(unix)]
+    device_and_inode: (u64, u64),
+    #[cfg(not(unix))]
+    canonical: PathBuf,
+}
+
+impl FileId {
+    /// `None` for what is no regular file; `-` is standard input.
+    #[cfg(unix)]
+    fn of(path: &Path) -> Option<Self> {
+        use std::os::{fd::AsFd, unix::fs::MetadataExt};
+        let metadata = if path == Path::new("-") {
+            File::from(io::stdin().as_fd().try_clone_to_owned().ok()?).metadata()
+        } else {
+            path.metadata()
+        };
+        let metadata = metadata.ok().filter(|metadata| metadata.is_file())?;
+        Some(FileId { device_and_inode: (metadata.dev(), metadata.ino()) })
+    }
+
+    /// `None` for what is no regular file.
+    #[cfg(not(unix))]
+    fn of(path: &Path) -> Option<Self> {
+        let canonical = path.canonicalize().ok().filter(|path| path.is_file())?;
+        Some(FileId { canonical })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_made_when_there_is_something_to_write() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        let file = OutputFile::check(&path, Path::new("-"), dir.path()).unwrap();
+        assert!(!path.exists());
+        file.start().unwrap().text("x").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "x");
+        let file = OutputFile::check(&path, Path::new("-"), Path::new("none")).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "x");
+        file.start().unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+    }
+
+    #[test]
+    fn what_is_read_is_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let [input, weights, link] = ["in", "weights", "link"].map(|name| dir.path().join(name));
+        std::fs::write(&input, "i").unwrap();
+        std::fs::write(&weights, "w").unwrap();
+        std::fs::hard_link(&weights, &link).unwrap();
+        let refused = |path: &Path, model: &Path| {
+            OutputFile::check(path, &input, model).err().map(|error| error.to_string())
+        };
+        let nowhere = Path::new("none");
+        assert!(refused(&input, nowhere).unwrap().ends_with("would overwrite the input"));
+        for model in [dir.path(), &weights] {
+            let error = refused(&link, model).unwrap();
+            assert!(error.ends_with("would overwrite a file of the model"), "{error}");
+        }
+        assert_eq!(refused(&link, nowhere), None);
+        assert_eq!(std::fs::read_to_string(&weights).unwrap(), "w");
+    }
+}
