@@ -14,7 +14,9 @@ use crate::source::WeightSource;
 use crate::spec::DecoderSpec;
 use crate::weights::{self, layer_weight};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
-use quire_engine::ops::{AttentionArgs, Backend, MatrixLayout, QkvArgs, Rope, TensorKind};
+use quire_engine::ops::{
+    AttentionArgs, Backend, MatrixLayout, ModelPart, QkvArgs, Rope, TensorKind,
+};
 use std::ops::Range;
 
 struct Layer<B: Backend> {
@@ -231,8 +233,10 @@ impl<B: Backend> Model<B> for Decoder<B> {
         let Decoder { info, eps, ws, rope, .. } = self;
         let num_heads = info.num_heads;
         let scale = (info.head_dim as f32).sqrt().recip();
+        backend.enter(ModelPart::Embedding);
         backend.embed(&self.embed, &mut ws.hidden);
         for (layer, l) in self.layers.iter().enumerate() {
+            backend.enter(ModelPart::Layer(layer));
             backend.rms_norm(&ws.hidden, &l.input_norm, *eps, &mut ws.normed);
             backend.linear(&ws.normed, &l.qkv, l.qkv_bias.as_ref(), &mut ws.qkv);
             let qkv = QkvArgs {
@@ -255,6 +259,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
 
     fn logits(&mut self, backend: &mut B, rows: Range<usize>) -> &mut B::Tensor {
         let ws = &mut self.ws;
+        backend.enter(ModelPart::Head);
         backend.gather_rows(&ws.hidden, rows, &mut ws.wanted);
         backend.rms_norm(&ws.wanted, &self.norm, self.eps, &mut ws.wanted_normed);
         let head = self.head.as_ref().unwrap_or(&self.embed);

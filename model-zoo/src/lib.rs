@@ -28,6 +28,7 @@ mod mapped;
 pub mod safetensors;
 pub mod source;
 pub mod spec;
+pub mod trace;
 pub mod verify;
 pub mod weights;
 

@@ -345,6 +345,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn num_rows(&self, x: &CpuTensor) -> usize {
+        x.rows
+    }
+
     fn read_row(
         &mut self,
         x: &CpuTensor,
@@ -352,7 +356,14 @@ impl Backend for CpuBackend {
         out: &mut Vec<f32>,
     ) -> Result<(), BackendError> {
         assert!(row < x.rows);
-        out.extend_from_slice(&x.floats()[row * x.cols..][..x.cols]);
+        let words = &x.words.as_slice()[row * x.stride..][..x.stride];
+        match (x.kind, self.dtype) {
+            (TensorKind::F32, _) | (_, DType::F32) => out.extend_from_slice(cast_slice(words)),
+            (TensorKind::Compute, DType::Bf16) => {
+                let values: &[half::bf16] = cast_slice(words);
+                out.extend(values[..x.cols].iter().map(|v| v.to_f32()));
+            }
+        }
         Ok(())
     }
 }

@@ -364,6 +364,10 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
+    fn num_rows(&self, x: &RefTensor) -> usize {
+        x.rows
+    }
+
     fn read_row(
         &mut self,
         x: &RefTensor,

@@ -92,6 +92,17 @@ pub struct AttentionArgs {
     pub window: Option<u32>,
 }
 
+/// A part of a model, in the order of computation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelPart {
+    /// Tokens to vectors.
+    Embedding,
+    /// A decoder layer, counted from 0.
+    Layer(usize),
+    /// Vectors to logits.
+    Head,
+}
+
 /// What a backend says of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackendInfo {
@@ -179,6 +190,9 @@ pub trait Backend: Sized + Send + 'static {
     /// Takes the step's metadata. Every op until the next call refers to it.
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError>;
 
+    /// Says which part of the model the ops that follow belong to; for tracing and profiling.
+    fn enter(&mut self, _part: ModelPart) {}
+
     /// `out[T, hidden] = table[token_ids]`.
     fn embed(&mut self, table: &Self::Matrix, out: &mut Self::Tensor);
 
@@ -253,7 +267,10 @@ pub trait Backend: Sized + Send + 'static {
     /// Waits for the step and appends what [`Backend::sample`] chose, in row order.
     fn read_samples(&mut self, out: &mut Vec<SampleOutput>) -> Result<(), BackendError>;
 
-    /// Copies row `row` of an F32 tensor to the host: for verification, not for the hot path.
+    /// Rows `x` has now.
+    fn num_rows(&self, x: &Self::Tensor) -> usize;
+
+    /// Appends row `row` of a tensor as f32: for verification, not for the hot path.
     fn read_row(
         &mut self,
         x: &Self::Tensor,
