@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ruled = SamplingParams { logits_processor: processor, ..plain.clone() };
 
     // Both run in one batch; the rule holds for the request that asks for it.
-    let prompt = "The best thing about the sea is";
+    let prompt = "She said: no, no, no,";
     let requests = vec![Request::new(prompt, plain), Request::new(prompt, ruled)];
     for (label, output) in ["without", "with"].iter().zip(Llm::new(engine).generate(requests)?) {
         println!("{label} the rule: {prompt}{}\n", output.text);

@@ -73,7 +73,7 @@ struct EngineArgs {
     #[arg(long)]
     isa: Option<Isa>,
     /// Worker threads [default: the cores this process may use]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     threads: Option<usize>,
     /// Seed of requests that bring none
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u64>, default_value_t = 0)]
@@ -170,7 +170,7 @@ pub enum Format {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Most tokens to generate [default: 16]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     max_tokens: Option<usize>,
     /// Tokens to generate before anything may end the output [default: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
@@ -210,7 +210,7 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
     prompt_logprobs: Option<NumLogprobs>,
     /// Sequences to generate from each prompt [default: 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     n: Option<usize>,
     /// Taken off the logit of tokens in the output [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
@@ -234,9 +234,18 @@ pub struct SamplingArgs {
 
 /// A whole number, whose range the message gives.
 fn parse_whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
+    parse_from::<T>(0, text)
+}
+
+/// The same without 0.
+fn parse_positive(text: &str) -> Result<usize, String> {
+    parse_from(1, text)
+}
+
+fn parse_from<T: TryFrom<u64>>(least: u64, text: &str) -> Result<T, String> {
     let most = u64::MAX >> (64 - 8 * size_of::<T>());
-    let number = text.parse::<u64>().ok().and_then(|n| T::try_from(n).ok());
-    number.ok_or_else(|| format!("must be a whole number from 0 to {most}"))
+    let number = text.parse().ok().filter(|&n: &u64| n >= least).and_then(|n| T::try_from(n).ok());
+    number.ok_or_else(|| format!("must be a whole number from {least} to {most}"))
 }
 
 /// The same, or -1, which is `None`.
@@ -373,10 +382,12 @@ mod tests {
     #[test]
     fn numbers_out_of_range_are_told_the_range() {
         for (flags, rule) in [
-            ("--threads -1", "from 0 to 18446744073709551615"),
+            ("--threads -1", "from 1 to 18446744073709551615"),
             ("--seed -1", "from 0 to 18446744073709551615"),
             ("--request-seed 1.5", "from 0 to 18446744073709551615"),
-            ("--max-tokens x", "from 0 to 18446744073709551615"),
+            ("--max-tokens 0", "from 1 to 18446744073709551615"),
+            ("--n -1", "from 1 to 18446744073709551615"),
+            ("--max-num-seqs -1", "from 0 to 18446744073709551615"),
             ("--max-logprobs 4294967296", "from 0 to 4294967295"),
             ("--stop-token-ids -1", "from 0 to 4294967295"),
             ("--top-k -2", "from -1 (all) to 4294967295"),

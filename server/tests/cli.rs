@@ -204,7 +204,10 @@ fn unusable_files_are_found_before_anything_runs() {
         (vec!["--input", folder], "it is a folder"),
         (vec!["--input", &input, "--output", &input], "would overwrite the input"),
         (vec!["--prompt", "x", "--temperature", "-1"], "temperature must be"),
-        (vec!["--prompt", "x", "--max-model-len", "999"], "max_model_len is 999"),
+        (vec!["--prompt", "x", "--max-model-len", "999"], "--max-model-len (max_model_len) is 999"),
+        (vec!["--prompt", "x", "--kv-cache-memory", "1"], "(kv_cache_bytes) is 1 byte; it must be"),
+        (vec!["--prompt", "x", "--num-blocks-override", "0"], "--num-blocks-override (num_blocks)"),
+        (vec!["--prompt", "x", "--threads", "-1"], "a whole number from 1 to"),
         (vec!["--prompt", "x", "--kv-cache-memory", "12Q"], "--kv-cache-memory"),
         (vec!["--prompt", "x", "--max-token", "3"], "--max-tokens"),
         (vec!["--prompt", "x", "--threads", "0"], "threads"),
@@ -213,6 +216,138 @@ fn unusable_files_are_found_before_anything_runs() {
         assert!(error.contains(text), "{args:?}: {error}");
     }
     assert_eq!(fs::read_to_string(&input).unwrap(), "{\"prompt\": \"x\"}\n");
+}
+
+#[test]
+fn outputs_overwrite_nothing_that_is_read() {
+    let (dir, model) = model_copy();
+    let input = write(&dir, "in.jsonl", "{\"prompt\": \"x\"}\n");
+    let stdin = fs::File::open(&input).unwrap();
+    let model_path = model.to_str().unwrap();
+    let run = ["generate", model_path, "--input", "-", "--output", &input];
+    let same = command(&run).stdin(stdin).output().unwrap();
+    assert!(refusal(&same).contains("would overwrite the input"), "{}", stderr(&same));
+    let appended = fs::OpenOptions::new().append(true).open(&input).unwrap();
+    let run = ["generate", model_path, "--input", &input];
+    let endless = command(&run).stdout(appended).output().unwrap();
+    assert!(refusal(&endless).contains("would overwrite the input"), "{}", stderr(&endless));
+    let weights = model.join("model.safetensors");
+    let linked = dir.path().join("linked");
+    fs::hard_link(&weights, &linked).unwrap();
+    let before = fs::read(&weights).unwrap();
+    for (model, output) in [(&model, &weights), (&model, &linked), (&weights, &weights)] {
+        let (model, output) = (model.to_str().unwrap(), output.to_str().unwrap());
+        let run = quire(&["generate", model, "--input", &input, "--output", output]);
+        assert!(refusal(&run).contains("would overwrite a file of the model"), "{}", stderr(&run));
+    }
+    assert!(fs::read(&weights).unwrap() == before);
+    assert_eq!(fs::read_to_string(&input).unwrap(), "{\"prompt\": \"x\"}\n");
+}
+
+#[test]
+fn a_line_has_its_seed_whatever_the_others_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |content: &str, more: &[&str]| {
+        let input = write(&dir, "in.jsonl", content);
+        let output = quire(&[&["generate", MODEL, "--input", &input][..], more].concat());
+        json_lines(&stdout(&output)).last().expect("a result")["seed"].as_u64().unwrap()
+    };
+    let [good, bad] = ["{\"prompt\": \"x\"}\n", "{\"prompt\": 5}\n"];
+    let third = run(&good.repeat(3), &[]);
+    assert_eq!(run(&format!("{bad}{good}{good}"), &[]), third);
+    assert_eq!(run(&format!("\n\n{good}"), &[]), third);
+    assert_ne!(run(good, &[]), third);
+    assert_ne!(run(&good.repeat(3), &["--seed", "1"]), third);
+    assert_eq!(run(&good.repeat(3), &["--request-seed", "5"]), 5);
+    let prompts = ["generate", MODEL, "--json", "--prompt", "a", "--prompt", "b", "--prompt", "c"];
+    assert_eq!(json_lines(&stdout(&quire(&prompts)))[2]["seed"], third);
+}
+
+#[test]
+fn null_leaves_the_flag_in_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = "{\"prompt\": \"x\", \"max_tokens\": null, \"guided_json\": null}\n";
+    let input = write(&dir, "in.jsonl", line);
+    let output =
+        quire(&["generate", MODEL, "--input", &input, "--max-tokens", "3", "--ignore-eos"]);
+    assert_eq!(json_lines(&stdout(&output))[0]["usage"]["completion_tokens"], 3);
+}
+
+#[test]
+fn texts_are_headed_by_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "{\"prompt\": \"x\", \"id\": \"a\\nb\\u001b[2J\"}\n\n{\"prompt\": \"x\"}\nbad\n";
+    let input = write(&dir, "in.jsonl", lines);
+    let run = ["generate", MODEL, "--input", &input, "--format", "text", "--max-tokens", "1"];
+    let text = stdout(&quire(&run));
+    let heads: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("── ")).collect();
+    assert_eq!(heads.len(), 3, "{text}");
+    assert!(heads[0].starts_with("a\\nb\\u{1b}[2J (1 token, "), "{text}");
+    assert!(heads[1].starts_with("line 3 (1 token, "), "{text}");
+    assert_eq!(heads[2], "line 4");
+}
+
+#[test]
+fn messages_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = "x".repeat(100_000);
+    let input = write(&dir, "in.jsonl", format!("\"{long}\"\n{{\"id\": \"{long}\"}}\n"));
+    let output = quire(&["generate", MODEL, "--input", &input]);
+    let results = json_lines(&stdout(&output));
+    for (result, start) in results.iter().zip(["not a valid request: ", "id must be at most 1024"])
+    {
+        let message = result["error"]["message"].as_str().unwrap();
+        assert!(message.starts_with(start), "{message}");
+        assert!(message.chars().count() <= 1001, "{}", message.len());
+    }
+    assert_eq!(results.len(), 2);
+    assert!(stderr(&output).len() < 4000);
+    let flag = refusal(&quire(&["generate", MODEL, "--prompt", "x", &format!("--{long}")]));
+    assert!(flag.len() < 2000);
+}
+
+#[test]
+fn nothing_to_run_is_said_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = write(&dir, "in.jsonl", "\n");
+    let output = quire(&["generate", MODEL, "--input", &input]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(stderr(&output), "no requests\n");
+}
+
+#[test]
+fn recommended_parameters_that_cannot_be_name_their_file() {
+    let (_dir, model) = model_copy();
+    let file = model.join("generation_config.json");
+    fs::write(&file, "{\"temperature\": -1}").unwrap();
+    let args = ["generate", model.to_str().unwrap(), "--prompt", "x", "--max-tokens", "1"];
+    let error = refusal(&quire(&args));
+    let expected = format!("error: {}: temperature must be", file.display());
+    assert!(error.starts_with(&expected), "{error}");
+    let flag = refusal(&quire(&[&args[..], &["--temperature", "-2"]].concat()));
+    assert!(flag.starts_with("error: temperature must be"), "{flag}");
+    let mended = quire(&[&args[..], &["--temperature", "0"]].concat());
+    assert_eq!(mended.status.code(), Some(0), "{}", stderr(&mended));
+}
+
+#[test]
+fn wrong_paths_say_what_to_give() {
+    let (dir, model) = model_copy();
+    let refused = |path: &Path| refusal(&quire(&["info", path.to_str().unwrap()]));
+    let weights = refused(&model.join("model.safetensors"));
+    assert!(
+        weights.contains("does not start with GGUF; for safetensors give the folder"),
+        "{weights}"
+    );
+    let gguf = write(&dir, "tiny.gguf", "GGUF");
+    assert!(refused(dir.path()).trim_end().ends_with(&gguf), "{}", refused(dir.path()));
+    let hub = refused(Path::new("Qwen/Qwen3-0.6B"));
+    assert!(hub.contains("downloads nothing yet; give a local folder or .gguf file"), "{hub}");
+    let config = fs::read_to_string(model.join("config.json")).unwrap();
+    fs::write(model.join("config.json"), config.replace("LlamaForCausalLM", "NewLM")).unwrap();
+    let architecture = refused(&model);
+    assert!(architecture.contains("`NewLM` is not supported; supported are "), "{architecture}");
+    assert!(architecture.contains("LlamaForCausalLM, "), "{architecture}");
 }
 
 #[test]
@@ -225,6 +360,10 @@ fn a_model_that_cannot_be_loaded_leaves_old_results_alone() {
     assert!(error.contains("/no/such/model"), "{error}");
     assert_eq!(error.matches("No such file").count(), 1, "{error}");
     assert_eq!(fs::read_to_string(&output).unwrap(), "old\n");
+    let new = dir.path().join("new.jsonl");
+    let args = ["--input", &input, "--output", new.to_str().unwrap()];
+    refusal(&quire(&[&["generate", "/no/such/model"][..], &args].concat()));
+    assert!(!new.exists());
 }
 
 /// Breaks the model in a folder.
@@ -275,6 +414,16 @@ fn info_says_what_a_model_takes() {
     let table = stdout(&small);
     assert!(table.contains("KV per token        1536 bytes"), "{table}");
     assert!(table.contains("max_model_len lowered from 256 to 64"), "{table}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_path_with_a_line_break_keeps_the_table() {
+    let (dir, model) = model_copy();
+    let odd = dir.path().join("a\nb");
+    fs::rename(model, &odd).unwrap();
+    let table = stdout(&quire(&["info", odd.to_str().unwrap()]));
+    assert!(table.lines().next().is_some_and(|line| line.ends_with("a\\nb")), "{table}");
 }
 
 /// The golden file with one change to one tensor's bytes.
@@ -355,6 +504,59 @@ fn verify_refuses_golden_files_that_do_not_fit() {
     assert!(verify(&path).contains("golden.safetensors: is not a safetensors file"));
     let missing = dir.path().join("missing").display().to_string();
     assert!(verify(&missing).contains(&missing));
+}
+
+#[test]
+fn verify_looks_for_golden_files_in_folders_only() {
+    let (dir, model) = model_copy();
+    let golden = model.join("golden.safetensors");
+    let verify = || refusal(&quire(&["verify", model.to_str().unwrap()]));
+    fs::rename(&golden, dir.path().join("outside")).unwrap();
+    let none = verify();
+    assert!(none.contains("--golden") && none.contains("holds no golden.safetensors"), "{none}");
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("../outside", &golden).unwrap();
+        assert!(verify().contains("is a link out of the model folder"), "{}", verify());
+    }
+    let help = stdout(&quire(&["verify", "--help"]));
+    for text in ["Kullback-Leibler", "generated", "A GGUF file needs --golden"] {
+        assert!(help.contains(text), "{help}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_shows_what_ended_behind_the_prompt_it_cut_off() {
+    use std::io::Read;
+    let flags = ["--temperature", "0", "--ignore-eos", "--max-tokens", "240"];
+    let run = ["generate", MODEL, "--backend", "reference", "--prompt", "One", "--prompt", "Two"];
+    let alone = quire(&[&run[..], &flags, &["--json"]].concat());
+    let ids: Vec<Vec<u64>> = json_lines(&stdout(&alone))
+        .iter()
+        .map(|r| r["token_ids"].as_array().unwrap().iter().filter_map(Value::as_u64).collect())
+        .collect();
+    // Ends the second prompt early and no other; the many others make steps slow.
+    let stop = ids[1][1..8].iter().find(|id| !ids[0].contains(id)).expect("an id").to_string();
+    let others = ["--prompt", "One"].repeat(60);
+    let run = [&run[..], &others, &flags, &["--stop-token-ids", &stop]].concat();
+    let mut child = command(&run).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut shown = child.stdout.take().unwrap();
+    let heading = "==> prompt 1 <==\n";
+    // Some text of the first prompt: more steps than the second one takes.
+    let mut start = vec![0; heading.len() + 16];
+    shown.read_exact(&mut start).unwrap();
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    shown.read_to_end(&mut start).unwrap();
+    let text = String::from_utf8(start).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    assert!(text.starts_with(heading), "{text}");
+    let second = text.split_once("\n==> prompt 2 <==\n").expect("the second prompt").1;
+    let second = second.split_once("\n==> prompt 3 <==\n").expect("the third prompt").0;
+    assert!(!second.is_empty());
+    assert!(stderr(&output).contains("; 1 request done, 61 cut off"), "{}", stderr(&output));
 }
 
 #[cfg(unix)]

@@ -14,6 +14,7 @@
 //! the text was cut into tokens.
 
 mod chain;
+pub mod chat;
 mod detokenize;
 mod guard;
 mod stop;

@@ -34,10 +34,12 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     // Files first: whoever mistyped a name should not wait for a model.
     let input = args.input.as_deref().map(Input::open).transpose()?;
     let output = match &args.input {
-        Some(input) if args.output != Path::new("-") => {
-            Some(OutputFile::check(&args.output, input, &args.model.model)?)
+        Some(input) if args.output == Path::new("-") => {
+            output_file::check_stdout(input)?;
+            None
         }
-        _ => None,
+        Some(input) => Some(OutputFile::check(&args.output, input, &args.model.model)?),
+        None => None,
     };
     let options = args.model.load_options();
     let files = load::open(&args.model.model)?;

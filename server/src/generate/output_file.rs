@@ -4,6 +4,11 @@ use crate::output::{Output, OutputError};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
+#[cfg(unix)]
+use std::{
+    fs::Metadata,
+    os::{fd::AsFd, unix::fs::MetadataExt},
+};
 
 /// A file that can be written and is none of those the run reads.
 pub struct OutputFile {
@@ -53,6 +58,17 @@ impl OutputFile {
     }
 }
 
+/// Checks that results on standard output would not be appended to `input`, which would never end.
+///
+/// # Errors
+/// They would.
+pub fn check_stdout(input: &Path) -> anyhow::Result<()> {
+    let id = FileId::of_stdout();
+    let same = id.is_some() && id == FileId::of(input);
+    anyhow::ensure!(!same, "standard output: the output would overwrite the input");
+    Ok(())
+}
+
 fn open(path: &Path) -> Result<File, OutputError> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(false);
@@ -84,13 +100,22 @@ impl FileId {
     /// `None` for what is no regular file; `-` is standard input.
     #[cfg(unix)]
     fn of(path: &Path) -> Option<Self> {
-        use std::os::{fd::AsFd, unix::fs::MetadataExt};
-        let metadata = if path == Path::new("-") {
-            File::from(io::stdin().as_fd().try_clone_to_owned().ok()?).metadata()
-        } else {
-            path.metadata()
-        };
-        let metadata = metadata.ok().filter(|metadata| metadata.is_file())?;
+        if path == Path::new("-") { Self::of_open(io::stdin()) } else { Self::new(path.metadata()) }
+    }
+
+    #[cfg(unix)]
+    fn of_stdout() -> Option<Self> {
+        Self::of_open(io::stdout())
+    }
+
+    #[cfg(unix)]
+    fn of_open(stream: impl AsFd) -> Option<Self> {
+        Self::new(File::from(stream.as_fd().try_clone_to_owned().ok()?).metadata())
+    }
+
+    #[cfg(unix)]
+    fn new(metadata: io::Result<Metadata>) -> Option<Self> {
+        let metadata = metadata.ok().filter(Metadata::is_file)?;
         Some(FileId { device_and_inode: (metadata.dev(), metadata.ino()) })
     }
 
@@ -99,6 +124,12 @@ impl FileId {
     fn of(path: &Path) -> Option<Self> {
         let canonical = path.canonicalize().ok().filter(|path| path.is_file())?;
         Some(FileId { canonical })
+    }
+
+    /// Not known here.
+    #[cfg(not(unix))]
+    fn of_stdout() -> Option<Self> {
+        None
     }
 }
 
