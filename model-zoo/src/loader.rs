@@ -1,10 +1,10 @@
 //! From a path to a running engine.
 
-use crate::config::{GenerationDefaults, read_config};
+use crate::config::{GenerationDefaults, MAX_CONFIG_BYTES, read_config};
 use crate::decoder::{Decoder, DecoderLimits, model_info};
 use crate::error::LoadError;
 use crate::folder::ModelFolder;
-use crate::gguf::GgufFile;
+use crate::gguf::{GgufFile, GgufTokenizer};
 use crate::safetensors::SafetensorsSource;
 use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
@@ -15,6 +15,9 @@ use quire_engine::engine::TextConfig;
 use quire_engine::model::ModelInfo;
 use quire_engine::ops::{Backend, BackendError};
 use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::text::chat::{
+    ChatError, ChatTemplateOptions, FoundTemplate, TemplateFiles, find_template,
+};
 use quire_engine::text::{TextError, Tokenizer};
 use quire_engine::{DType, Engine, EngineConfig};
 use std::path::Path;
@@ -39,6 +42,9 @@ pub enum ModelError {
     /// The tokenizer is unusable.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The files that may hold a chat template are malformed.
+    #[error(transparent)]
+    Chat(#[from] ChatError),
     /// The model has a part no op computes yet.
     #[error("{architecture} with {part} is not supported")]
     Unsupported {
@@ -115,12 +121,14 @@ impl ModelFiles {
         let config = read_config(path)?;
         let source = SafetensorsSource::open(path)?;
         let missing = || LoadError::malformed(path, "holds no tokenizer.json");
-        let tokenizer = ModelFolder::open(path)?.file("tokenizer.json")?.ok_or_else(missing)?;
+        let folder = ModelFolder::open(path)?;
+        let tokenizer = folder.file("tokenizer.json")?.ok_or_else(missing)?;
         let text = TextConfig {
             tokenizer: Tokenizer::from_file(&tokenizer)?,
             // tokenizer.json has a post-processor where the model wants BOS.
             prepend_bos: None,
             eos_token_ids: config.spec.eos.clone(),
+            chat_template: folder_template(&folder)?,
         };
         Ok(ModelFiles {
             spec: config.spec,
@@ -137,7 +145,9 @@ impl ModelFiles {
         let spec = file.spec()?;
         let mut eos_token_ids = spec.eos.clone();
         eos_token_ids.extend(tokenizer.eos.iter().filter(|id| !spec.eos.contains(id)));
+        let chat_template = gguf_template(&tokenizer);
         let text = TextConfig {
+            chat_template,
             prepend_bos: tokenizer.bos.filter(|_| tokenizer.add_bos),
             tokenizer: Tokenizer::from_inner(tokenizer.tokenizer),
             eos_token_ids,
@@ -214,6 +224,37 @@ impl ModelFiles {
         let layout = self.info().kv_layout(sizes.num_blocks, sizes.block_size, dtype);
         Ok(Box::new(ModelRunner::new(backend, model, layout)?))
     }
+}
+
+/// The chat template in the files of a model folder.
+fn folder_template(folder: &ModelFolder) -> Result<Option<FoundTemplate>, ModelError> {
+    let read = |name| folder.read_text(name, MAX_CONFIG_BYTES);
+    let config = read("tokenizer_config.json")?;
+    let jinja = read("chat_template.jinja")?;
+    let json = read("chat_template.json")?;
+    Ok(find_template(&TemplateFiles {
+        tokenizer_config: config.as_deref(),
+        chat_template_jinja: jinja.as_deref(),
+        chat_template_json: json.as_deref(),
+    })?)
+}
+
+/// The chat template in a GGUF file, with the special tokens that templates name.
+fn gguf_template(tokenizer: &GgufTokenizer) -> Option<FoundTemplate> {
+    let token = |name: &str, id: Option<u32>| {
+        let text = tokenizer.tokenizer.id_to_token(id?)?;
+        Some((name.to_owned(), text))
+    };
+    let bos = token("bos_token", tokenizer.bos);
+    let eos = token("eos_token", tokenizer.eos.first().copied());
+    Some(FoundTemplate {
+        default: tokenizer.chat_template.clone()?,
+        tool_use: None,
+        options: ChatTemplateOptions {
+            special_tokens: bos.into_iter().chain(eos).collect(),
+            control_tokens: Vec::new(),
+        },
+    })
 }
 
 /// Opens and loads a model in one go.

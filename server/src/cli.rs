@@ -42,23 +42,49 @@ pub struct ModelArgs {
 #[command(next_help_heading = "Engine")]
 struct EngineArgs {
     /// Most tokens of a request, prompt and output [default: what the model was made for]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+    )]
     max_model_len: Option<usize>,
     /// Most requests in a step [default: 64]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+    )]
     max_num_seqs: Option<usize>,
     /// Most tokens in a step [default: 512; verify: 64]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+    )]
     max_num_batched_tokens: Option<usize>,
     /// Tokens of a KV block: 8, 16, 32, 64, 128 or 256 [default: 16]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+    )]
     block_size: Option<usize>,
     /// Memory for KV blocks, such as 512M or 2GiB [default: what all requests in a step need, at
     /// most a quarter of what is available]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
     kv_cache_memory: Option<usize>,
     /// Number of KV blocks, instead of --kv-cache-memory
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>, conflicts_with = "kv_cache_memory")]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+        conflicts_with = "kv_cache_memory",
+    )]
     num_blocks_override: Option<usize>,
     /// Most log-probabilities a request may ask for at one position [default: 20]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u32>)]
@@ -76,7 +102,13 @@ struct EngineArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     threads: Option<usize>,
     /// Seed of requests that bring none
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u64>, default_value_t = 0)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<u64>,
+        default_value_t = 0,
+    )]
     seed: u64,
 }
 
@@ -173,7 +205,12 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     max_tokens: Option<usize>,
     /// Tokens to generate before anything may end the output [default: 0]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<usize>)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<usize>,
+    )]
     min_tokens: Option<usize>,
     /// 0 takes the most likely token [default: the model's, else 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
@@ -195,7 +232,12 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
     /// Token id that ends the output; may be repeated
-    #[arg(long, value_name = "ID", allow_negative_numbers = true, value_parser = parse_whole::<u32>)]
+    #[arg(
+        long,
+        value_name = "ID",
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<u32>,
+    )]
     stop_token_ids: Vec<u32>,
     /// Keep the stop text in the output
     #[arg(long)]
@@ -248,7 +290,7 @@ fn parse_from<T: TryFrom<u64>>(least: u64, text: &str) -> Result<T, String> {
     number.ok_or_else(|| format!("must be a whole number from {least} to {most}"))
 }
 
-/// The same, or -1, which is `None`.
+/// A whole number, or `None` for -1.
 fn parse_or_all(text: &str) -> Result<Option<u32>, String> {
     if text == "-1" {
         return Ok(None);

@@ -156,6 +156,7 @@ impl TinyModel {
             tokenizer: byte_tokenizer(),
             prepend_bos: None,
             eos_token_ids: self.spec.eos.clone(),
+            chat_template: None,
         };
         Engine::new(executor, text, resolved, setup.engine.seed)
     }

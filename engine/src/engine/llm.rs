@@ -1,6 +1,8 @@
 //! Offline use: many prompts in, their outputs in the same order.
 
 use super::{Engine, EngineError, Request, RequestError, RequestOutput};
+use crate::sampling::SamplingParams;
+use crate::text::chat::{ChatMessage, RenderOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::HashMap;
 
@@ -79,6 +81,23 @@ impl Llm {
         }
         bar.finish_and_clear();
         Ok(outputs.into_iter().map(|o| o.expect("every request ends once")).collect())
+    }
+
+    /// Answers conversations, all together, in the order given.
+    pub fn chat(
+        &mut self,
+        conversations: &[Vec<ChatMessage>],
+        params: &SamplingParams,
+        options: &RenderOptions<'_>,
+    ) -> Result<Vec<RequestOutput>, LlmError> {
+        let request = |(index, messages): (usize, &Vec<ChatMessage>)| {
+            let ids = self.engine.encode_chat(messages, options);
+            let ids = ids.map_err(|source| LlmError::Request { index, source })?;
+            Ok(Request::new(ids, params.clone()))
+        };
+        let requests = conversations.iter().enumerate().map(request);
+        let requests = requests.collect::<Result<_, LlmError>>()?;
+        self.generate(requests)
     }
 
     fn progress_bar(&self, len: usize) -> ProgressBar {

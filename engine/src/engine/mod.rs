@@ -4,13 +4,14 @@
 //! either completes for all of its sequences or fails as a whole; a failed step may be tried
 //! again. A bad row (NaN), or a token that cannot be decoded, ends its own request only.
 
+mod chat;
 mod llm;
 mod output;
 mod request;
 mod rows;
 mod state;
 
-pub use llm::Llm;
+pub use llm::{Llm, LlmError};
 pub use output::{
     FinishReason, RequestDelta, RequestMetrics, RequestOutput, StepOutput, StopReason,
 };
@@ -23,8 +24,11 @@ use crate::runner::{Executor, ExecutorOutput, StepInput, prepare};
 use crate::sampling::{LogitsProcessor, ParamLimits, RowError, RowTarget, SampleOutput};
 use crate::scheduler::{self, Scheduler, SchedulerConfig, SeqId, StepPlan};
 use crate::text::Tokenizer;
+use crate::text::chat::FoundTemplate;
+use chat::ChatTemplates;
 use rows::{RowContext, RowPlan};
 use state::{RequestState, Step};
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
@@ -49,6 +53,8 @@ pub struct TextConfig {
     pub prepend_bos: Option<u32>,
     /// Ids that end an answer.
     pub eos_token_ids: Vec<u32>,
+    /// The model's chat template, where it has one.
+    pub chat_template: Option<FoundTemplate>,
 }
 
 /// Counters since the engine started.
@@ -70,6 +76,8 @@ pub struct EngineStats {
 pub struct Engine {
     executor: Box<dyn Executor>,
     text: TextConfig,
+    /// Compiled when first asked for.
+    chat: OnceCell<ChatTemplates>,
     seed: u64,
     scheduler: Scheduler,
     requests: HashMap<SeqId, RequestState>,
@@ -104,6 +112,7 @@ impl Engine {
             scheduler: Scheduler::new(config.scheduler),
             executor,
             text,
+            chat: OnceCell::new(),
             seed,
             requests: HashMap::new(),
             ids: BTreeMap::new(),
@@ -163,13 +172,17 @@ impl Engine {
         if prompt.len() > limit {
             return Err(RequestError::PromptTooLarge { bytes: prompt.len(), limit, context });
         }
-        let mut ids = self.text.tokenizer.encode(prompt, true)?;
+        Ok(self.with_bos(self.text.tokenizer.encode(prompt, true)?))
+    }
+
+    /// Puts BOS before `ids` where the model wants it and it is not there.
+    fn with_bos(&self, mut ids: Vec<u32>) -> Vec<u32> {
         if let Some(bos) = self.text.prepend_bos
             && ids.first() != Some(&bos)
         {
             ids.insert(0, bos);
         }
-        Ok(ids)
+        ids
     }
 
     /// What parameters are checked against.

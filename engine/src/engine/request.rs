@@ -3,6 +3,7 @@
 use crate::sampling::{ParamError, SamplingParams};
 use crate::scheduler::AdmissionError;
 use crate::text::TextError;
+use crate::text::chat::ChatError;
 
 /// Longest text prompt, in bytes; far above any context, it bounds the tokenizer's work.
 pub const MAX_PROMPT_BYTES: usize = 16 << 20;
@@ -71,6 +72,12 @@ pub enum RequestError {
     /// The prompt's text cannot be encoded.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The messages cannot be made a prompt.
+    #[error(transparent)]
+    Chat(#[from] ChatError),
+    /// The model's files hold no chat template.
+    #[error("the model has no chat template; give a prompt instead of messages")]
+    NoChatTemplate,
     /// The text is longer than [`MAX_PROMPT_BYTES`], or than any that fits the context.
     #[error("the prompt has {bytes} bytes; a context of {context} tokens holds at most {limit}")]
     PromptTooLarge {
