@@ -1,6 +1,6 @@
 //! Op-by-op comparison of two backends: where does the first difference come from?
 //!
-//! [`Traced`] is a backend that passes every op on and keeps what it wrote. [`compare`] runs one
+//! A tracing backend passes every op on and keeps what it wrote. [`compare`] runs one
 //! step of a model on two of them and compares op by op. Differences grow from layer to layer, so
 //! the first op over its bound is the place to look.
 
