@@ -47,7 +47,14 @@ impl Tokenizer {
     /// The file cannot be read, is longer than [`MAX_TOKENIZER_BYTES`], is not a tokenizer, or
     /// has a decoder or a normaliser that is not supported.
     pub fn from_file(path: &Path) -> Result<Self, TextError> {
-        let bytes = read_limited(path, MAX_TOKENIZER_BYTES)?;
+        Self::from_bytes(path, &read_limited(path, MAX_TOKENIZER_BYTES)?)
+    }
+
+    /// Reads the contents of a `tokenizer.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// They are not a tokenizer, or one with a part that is not supported.
+    pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TextError> {
         let parse = || tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string());
         let tokenizer =
             guarded(parse).map_err(|reason| TextError::Parse { path: path.into(), reason })?;
@@ -130,6 +137,18 @@ impl Tokenizer {
     /// Whether `id` is flagged special; what a token looks like has no say.
     pub fn is_special(&self, id: u32) -> bool {
         self.id_to_token(id).is_some_and(|token| self.is_special_token(&token))
+    }
+
+    /// The tokens that are flagged special, by id. Does not go through the ids: a file may claim
+    /// one near 2³².
+    pub fn special_tokens(&self) -> Vec<String> {
+        let added = self.inner.tokenizer.get_added_tokens_decoder().into_iter();
+        let mut special: Vec<(u32, String)> = added
+            .filter(|(_, token)| token.special)
+            .map(|(id, token)| (id, token.content))
+            .collect();
+        special.sort_unstable();
+        special.into_iter().map(|(_, token)| token).collect()
     }
 
     /// The token of `id` if it has a part in the decoded text.
