@@ -119,6 +119,28 @@ pub fn sum_exp_sub(isa: Isa, x: &[f32], max: f32) -> f32 {
     dispatch(isa, SumExp(x, max))
 }
 
+/// `Σ ⌊x[i] · one⌋` over the values of at least `least`, exactly; values must be in [0, 1] and
+/// the sum below 2⁶⁴.
+pub fn fixed_sum(isa: Isa, x: &[f32], least: f32, one: f32) -> u64 {
+    struct Sum<'a>(&'a [f32], f32, f32);
+    impl Kernel for Sum<'_> {
+        type Output = u64;
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> u64 {
+            let term = |x: f32| (if x >= self.1 { x * self.2 } else { 0.0 }) as u64;
+            let (blocks, tail) = self.0.as_chunks::<LANES>();
+            let mut sums = [0; LANES];
+            for block in blocks {
+                for i in 0..LANES {
+                    sums[i] += term(block[i]);
+                }
+            }
+            sums.iter().sum::<u64>() + tail.iter().map(|&x| term(x)).sum::<u64>()
+        }
+    }
+    dispatch(isa, Sum(x, least, one))
+}
+
 /// Largest value; NaN is ignored, −∞ where there is no other.
 pub fn max_slice(isa: Isa, x: &[f32]) -> f32 {
     struct Max<'a>(&'a [f32]);
@@ -213,6 +235,14 @@ mod tests {
             exp_sub_slice(isa, &x, 0.25, &mut out);
             assert_eq!(out.iter().map(|y| y.to_bits()).collect::<Vec<_>>(), want, "{isa}");
             assert_eq!(sum_exp_sub(isa, &x, 0.25).to_bits(), sum, "{isa}");
+            let one = (1u64 << 40) as f32;
+            let naive = |least| {
+                let kept = out.iter().filter(|&&y| y >= least);
+                kept.map(|&y| (y * one) as u64).sum::<u64>()
+            };
+            for least in [0.0, 1e-3] {
+                assert_eq!(fixed_sum(isa, &out, least, one), naive(least), "{isa}");
+            }
         }
     }
 

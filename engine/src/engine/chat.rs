@@ -12,7 +12,7 @@ pub(super) struct ChatTemplates {
 }
 
 impl ChatTemplates {
-    /// Compiles what the model's files hold. Reads the whole vocabulary once.
+    /// Compiles what the model's files hold.
     pub(super) fn new(text: &TextConfig, found: &FoundTemplate) -> Result<Self, ChatError> {
         let mut options = found.options.clone();
         options.control_tokens = control_tokens(&text.tokenizer);

@@ -8,6 +8,8 @@ use quire_kernels_cpu::{Isa, gumbel, gumbel_argmax, vecmath};
 
 /// Fixed-point unit of probability mass in top-p: sums are exact whatever their order.
 const MASS_ONE: f32 = (1u64 << 40) as f32;
+/// Logits in a block whose maximum bounds the top-k cut.
+const BLOCK: usize = 128;
 /// With fewer candidates than this fraction of the vocabulary, noise is drawn for them alone.
 const SPARSE: usize = 32;
 
@@ -46,26 +48,65 @@ impl Sampler {
     }
 
     /// Fills `ids` with the tokens that pass min-p, top-k and top-p, ascending. The largest logit
-    /// is 0.
+    /// is 0. Tokens that cannot pass are left out before anything is counted.
     fn filter(&mut self, logits: &[f32], row: &SamplingRow) {
-        self.weights.resize(logits.len(), 0.0);
-        vecmath::exp_sub_slice(self.isa, logits, 0.0, &mut self.weights);
-        self.ids.clear();
-        let weights = &self.weights;
-        self.ids.extend((0..logits.len() as u32).filter(|&i| {
-            logits[i as usize] > f32::NEG_INFINITY && weights[i as usize] >= row.min_p
+        let weigh_all = row.min_p > 0.0 || row.top_k == 0;
+        if weigh_all {
+            self.weights.resize(logits.len(), 0.0);
+            vecmath::exp_sub_slice(self.isa, logits, 0.0, &mut self.weights);
+        }
+        let least_key = self.top_k_bound(logits, row.top_k);
+        let mut ids = std::mem::take(&mut self.ids);
+        ids.clear();
+        ids.extend((0..logits.len() as u32).filter(|&i| {
+            let x = logits[i as usize];
+            x > f32::NEG_INFINITY && order_key(x) >= least_key
         }));
+        if weigh_all {
+            let top_p = if row.top_k == 0 { row.top_p } else { 1.0 };
+            let least_weight = row.min_p.max(self.top_p_bound(row.min_p, top_p));
+            ids.retain(|&i| self.weights[i as usize] >= least_weight);
+        }
+        self.ids = ids;
         if row.top_k > 0 && (row.top_k as usize) < self.ids.len() {
             self.keep(logits, u64::from(row.top_k), |_| 1);
         }
         if row.top_p < 1.0 {
-            let mass = |w: f32| (w * MASS_ONE) as u64;
             let weights = std::mem::take(&mut self.weights);
-            let total: u64 = self.ids.iter().map(|&i| mass(weights[i as usize])).sum();
-            let target = ((f64::from(row.top_p) * total as f64).ceil() as u64).clamp(1, total);
-            self.keep(logits, target, |id| mass(weights[id as usize]));
+            let mass = |id: u32| match weigh_all {
+                true => mass(weights[id as usize]),
+                false => mass(vecmath::exp(logits[id as usize])),
+            };
+            let total: u64 = match row.top_k {
+                0 => vecmath::fixed_sum(self.isa, &weights, row.min_p, MASS_ONE),
+                _ => self.ids.iter().map(|&i| mass(i)).sum(),
+            };
+            self.keep(logits, target_mass(row.top_p, total), mass);
             self.weights = weights;
         }
+    }
+
+    /// A key that the `k` largest logits reach: the k-th largest of the maxima of blocks.
+    fn top_k_bound(&mut self, logits: &[f32], k: u32) -> u32 {
+        let maxima = logits.chunks(BLOCK).map(|block| vecmath::max_slice(self.isa, block));
+        if k == 0 || k as usize > logits.len() / BLOCK {
+            return 0;
+        }
+        self.keys.clear();
+        self.keys.extend(maxima.map(order_key));
+        cut(&self.keys, |_| 1, u64::from(k), &mut self.histogram)
+    }
+
+    /// A weight that every token within `top_p` of the mass reaches. All tokens below
+    /// (1 − top_p) / n of the mass together have less than what may be left out; half of that
+    /// leaves room for rounding.
+    fn top_p_bound(&self, min_p: f32, top_p: f32) -> f32 {
+        if top_p >= 1.0 {
+            return 0.0;
+        }
+        let total = vecmath::fixed_sum(self.isa, &self.weights, min_p, MASS_ONE);
+        let spare = (total - target_mass(top_p, total)) / self.weights.len() as u64;
+        (spare / 2) as f32 / MASS_ONE
     }
 
     /// Keeps the most likely of `ids` that together weigh `target`, ties included.
@@ -76,6 +117,16 @@ impl Sampler {
         let least = cut(&self.keys, |i| weight(ids[i]), target, &mut self.histogram);
         self.ids.retain(|&i| order_key(logits[i as usize]) >= least);
     }
+}
+
+/// A weight in [0, 1] in fixed point.
+fn mass(weight: f32) -> u64 {
+    (weight * MASS_ONE) as u64
+}
+
+/// The mass that top-p keeps of `total`.
+fn target_mass(top_p: f32, total: u64) -> u64 {
+    ((f64::from(top_p) * total as f64).ceil() as u64).clamp(1, total)
 }
 
 /// Chooses the token of one row of `batch`, or takes the given one. `logits` (`[vocab]`, padding

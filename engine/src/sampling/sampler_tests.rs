@@ -24,8 +24,9 @@ fn scaled(logits: &[f32], temperature: f32) -> Vec<f32> {
 fn allowed_by_sort(logits: &[f32], row: &SamplingRow) -> Vec<u32> {
     let scaled = scaled(logits, row.temperature);
     let p = |i: u32| f64::from(vecmath::exp(scaled[i as usize]));
-    let mut ids: Vec<u32> =
-        (0..logits.len() as u32).filter(|&i| p(i) as f32 >= row.min_p).collect();
+    let mut ids: Vec<u32> = (0..logits.len() as u32)
+        .filter(|&i| p(i) as f32 >= row.min_p && logits[i as usize] > f32::NEG_INFINITY)
+        .collect();
     ids.sort_by(|&a, &b| scaled[b as usize].total_cmp(&scaled[a as usize]));
     let with_ties = |ids: &mut Vec<u32>, n: usize| {
         let last = scaled[ids[n - 1] as usize];
@@ -65,6 +66,28 @@ proptest! {
         prop_assert_eq!(&sampler.ids, &allowed_by_sort(&logits, &row));
         let token = sample(&logits, &row).token.unwrap();
         prop_assert!(sampler.ids.contains(&token));
+    }
+
+    /// Large vocabularies take the bounds; few levels make ties, many make long tails.
+    #[test]
+    fn filters_equal_the_sort_over_a_large_vocabulary(
+        seed in 1u64..1000,
+        levels in prop::sample::select(vec![7u64, 500, 1 << 20]),
+        scale in prop::sample::select(vec![0.5f32, 4.0, 20.0]),
+        top_k in prop::sample::select(vec![0u32, 1, 5, 20, 40]),
+        top_p in prop::sample::select(vec![1.0f32, 0.95, 0.5, 0.05]),
+        min_p in prop::sample::select(vec![0.0f32, 0.02]),
+    ) {
+        let mut state = seed;
+        let mut logits: Vec<f32> = (0..6000).map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) % levels) as f32 / levels as f32 * scale
+        }).collect();
+        logits[17] = f32::NEG_INFINITY;
+        let row = SamplingRow { top_k, top_p, min_p, ..row() };
+        let mut sampler = Sampler::new(Isa::detect());
+        sampler.filter(&scaled(&logits, 1.0), &row);
+        prop_assert_eq!(&sampler.ids, &allowed_by_sort(&logits, &row));
     }
 
     #[test]

@@ -25,6 +25,7 @@ use std::sync::Arc;
 use tokenizers::{Decoder, DecoderWrapper};
 
 use super::TextError;
+use super::guard::guarded;
 
 const REPLACEMENT: &str = "\u{FFFD}";
 
@@ -231,7 +232,8 @@ impl Stage {
 }
 
 fn run(decoder: &DecoderWrapper, tokens: Vec<String>) -> Result<Vec<String>, TextError> {
-    decoder.decode_chain(tokens).map_err(|e| TextError::Decode { reason: e.to_string() })
+    guarded(|| decoder.decode_chain(tokens).map_err(|e| e.to_string()))
+        .map_err(|reason| TextError::Decode { reason })
 }
 
 /// A run of `<0x..>` tokens.

@@ -4,11 +4,9 @@ use super::{ChatPrompt, ChatTemplate};
 use crate::text::{TextError, Tokenizer};
 
 /// The texts of a tokenizer's special tokens, for
-/// [`ChatTemplateOptions::control_tokens`](super::ChatTemplateOptions::control_tokens). Looks at
-/// the whole vocabulary.
+/// [`ChatTemplateOptions::control_tokens`](super::ChatTemplateOptions::control_tokens).
 pub fn control_tokens(tokenizer: &Tokenizer) -> Vec<String> {
-    let ids = 0..u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
-    ids.filter(|&id| tokenizer.is_special(id)).filter_map(|id| tokenizer.id_to_token(id)).collect()
+    tokenizer.special_tokens()
 }
 
 impl ChatTemplate {
