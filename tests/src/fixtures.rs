@@ -48,18 +48,26 @@ pub fn smollm2() -> Option<PathBuf> {
 
 /// A byte-level tokenizer without merges: id of a token = rank of its byte, then `<bos>`, `<eos>`.
 pub fn byte_tokenizer() -> Tokenizer {
+    Tokenizer::from_inner(byte_level(&[]))
+}
+
+/// Bytes, and whole tokens for pairs that merge, in the order of their rank; then `<bos>`, `<eos>`.
+/// A space is spelled `Ġ`.
+pub fn byte_level(merges: &[(&str, &str)]) -> tokenizers::Tokenizer {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();
     let specials = ["<bos>", "<eos>"].map(str::to_owned);
-    let tokens = alphabet.into_iter().map(String::from).chain(specials);
+    let merged = merges.iter().map(|(a, b)| format!("{a}{b}"));
+    let tokens = alphabet.into_iter().map(String::from).chain(merged).chain(specials);
     let vocab: Vocab = tokens.zip(0..).collect();
-    let model = BPE::builder().vocab_and_merges(vocab, Vec::new()).build().expect("a valid BPE");
+    let merges = merges.iter().map(|&(a, b)| (a.to_owned(), b.to_owned())).collect();
+    let model = BPE::builder().vocab_and_merges(vocab, merges).build().expect("a valid BPE");
     let mut tokenizer = tokenizers::Tokenizer::new(model);
     tokenizer.with_pre_tokenizer(Some(ByteLevel::default().add_prefix_space(false)));
     tokenizer.with_decoder(Some(ByteLevel::default()));
     let special = |text: &str| tokenizers::AddedToken::from(text, true);
     tokenizer.add_special_tokens(&[special("<bos>"), special("<eos>")]);
-    Tokenizer::from_inner(tokenizer)
+    tokenizer
 }
 
 /// A decoder with seeded random weights, built in memory.
@@ -133,6 +141,26 @@ impl TinyModel {
     /// An engine over this model. Its KV cache starts out as NaN, so that a read of anything not
     /// written shows.
     pub fn engine(&self, setup: &Setup) -> Engine {
+        self.engine_with(setup, self.text(), |executor| executor)
+    }
+
+    /// The byte tokenizer, with this model's EOS and no chat template.
+    pub fn text(&self) -> TextConfig {
+        TextConfig {
+            tokenizer: byte_tokenizer(),
+            prepend_bos: None,
+            eos_token_ids: self.spec.eos.clone(),
+            chat_template: None,
+        }
+    }
+
+    /// The same with other text settings, and with an executor around the model's own.
+    pub fn engine_with(
+        &self,
+        setup: &Setup,
+        text: TextConfig,
+        wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
+    ) -> Engine {
         let resolved = setup
             .engine
             .resolve(&model_info(&self.spec), setup.dtype, 1 << 32)
@@ -152,13 +180,7 @@ impl TinyModel {
                 self.executor(backend, &limits, blocks, setup.dtype)
             }
         };
-        let text = TextConfig {
-            tokenizer: byte_tokenizer(),
-            prepend_bos: None,
-            eos_token_ids: self.spec.eos.clone(),
-            chat_template: None,
-        };
-        Engine::new(executor, text, resolved, setup.engine.seed)
+        Engine::new(wrap(executor), text, resolved, setup.engine.seed)
     }
 
     fn executor<B: Backend<KvCache: Poison>>(

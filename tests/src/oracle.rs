@@ -46,18 +46,35 @@ pub fn greedy(max_tokens: usize) -> SamplingParams {
 }
 
 /// Steps `engine` until nothing is left, checking its invariants after every step, and returns
-/// the outputs in the order of their requests.
+/// the outputs in the order of their requests and samples.
 pub fn drain(engine: &mut Engine) -> Vec<RequestOutput> {
     let mut outputs = Vec::new();
     while engine.num_unfinished() > 0 {
         outputs.extend(engine.step().expect("the backend works").finished);
         engine.check_integrity();
     }
-    outputs.sort_by_key(|output| output.request_id);
+    outputs.sort_by_key(|output| (output.request_id, output.index));
     outputs
 }
 
-/// Runs `requests` together; the outputs are in the same order.
+/// Runs `requests` together; for each the outputs of its `n` samples.
+pub fn run_groups(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<RequestOutput>> {
+    for request in requests {
+        engine.add_request(request.clone()).expect("a valid request");
+    }
+    let mut outputs = drain(engine).into_iter();
+    let groups = requests.iter().map(|request| {
+        let group: Vec<RequestOutput> = outputs.by_ref().take(request.params.n).collect();
+        assert!(group.iter().map(|o| o.index).eq(0..request.params.n), "every sample ends once");
+        assert!(group.iter().all(|o| o.request_id == group[0].request_id));
+        group
+    });
+    let groups = groups.collect();
+    assert_eq!(outputs.next(), None, "no output comes twice");
+    groups
+}
+
+/// Runs `requests` of one sample each together; the outputs are in the same order.
 pub fn run_all(engine: &mut Engine, requests: &[Request]) -> Vec<RequestOutput> {
     for request in requests {
         engine.add_request(request.clone()).expect("a valid request");

@@ -1,4 +1,4 @@
-//! proptest strategies: op shapes, ragged batches with shuffled blocks, request mixes.
+//! What random tests draw from: op shapes, ragged batches with shuffled blocks, request mixes.
 
 use crate::conformance::{AttentionCase, GemmCase};
 use crate::oracle::greedy;
@@ -113,4 +113,88 @@ fn mixed_request(i: usize, rng: &mut Rng) -> Request {
         _ => SamplingParams { stop_token_ids: (0..40).collect(), ..base },
     };
     Request { stream: i.is_multiple_of(5), ..Request::new(prompt, params) }
+}
+
+/// Tokens of prompt and output that no [`any_request`] exceeds.
+pub const LONGEST_ANY_REQUEST: usize = 24 + 12;
+
+/// A request with every parameter drawn anew, each at its default about half of the time.
+/// `processors` are names that the engine knows. At most [`LONGEST_ANY_REQUEST`] tokens.
+pub fn any_request(rng: &mut Rng, processors: &[&str]) -> Request {
+    let len = 1 + rng.below(24);
+    let prompt: Vec<u32> = (0..len).map(|_| rng.below(256) as u32).collect();
+    let mut params = SamplingParams {
+        max_tokens: Some(1 + rng.below(12)),
+        temperature: [0.0, 0.5, 1.0, 3.0][rng.below(4)],
+        ignore_eos: coin(rng),
+        include_stop_str_in_output: coin(rng),
+        skip_special_tokens: coin(rng),
+        detokenize: rng.below(8) > 0,
+        seed: coin(rng).then(|| rng.next_u64()),
+        ..Default::default()
+    };
+    any_numbers(rng, &mut params);
+    any_lists(rng, &mut params);
+    if coin(rng) {
+        params.logits_processor = Some(processors[rng.below(processors.len())].to_owned());
+    }
+    let (stream, capture_logits) = (coin(rng), coin(rng));
+    Request { stream, capture_logits, ..Request::new(prompt, params) }
+}
+
+fn coin(rng: &mut Rng) -> bool {
+    rng.below(2) == 0
+}
+
+fn any_numbers(rng: &mut Rng, params: &mut SamplingParams) {
+    if !params.is_greedy() {
+        params.n = 1 + rng.below(3);
+    }
+    if coin(rng) {
+        params.min_tokens = rng.below(params.max_tokens.unwrap_or(1) + 1);
+    }
+    if coin(rng) {
+        (params.top_k, params.min_p) = (rng.below(400) as u32, rng.below(3) as f32 * 0.1);
+    }
+    if coin(rng) {
+        params.top_p = (1 + rng.below(10)) as f32 * 0.1;
+    }
+    if coin(rng) {
+        params.presence_penalty = rng.signed() * 2.0;
+        params.frequency_penalty = rng.signed() * 2.0;
+    }
+    if coin(rng) {
+        params.repetition_penalty = 1.0 + rng.signed() * 0.5;
+    }
+    let mut logprobs = || coin(rng).then(|| NumLogprobs::Top(rng.below(6) as u32));
+    (params.logprobs, params.prompt_logprobs) = (logprobs(), logprobs());
+}
+
+fn any_lists(rng: &mut Rng, params: &mut SamplingParams) {
+    let letters = |rng: &mut Rng| -> Vec<String> {
+        let word = |rng: &mut Rng| (0..1 + rng.below(2)).map(|_| letter(rng)).collect();
+        (0..1 + rng.below(3)).map(|_| word(rng)).collect()
+    };
+    if coin(rng) {
+        params.bad_words = letters(rng);
+    }
+    if coin(rng) && params.detokenize {
+        params.stop = letters(rng);
+    }
+    let ids =
+        |rng: &mut Rng, n: usize| -> Vec<u32> { (0..n).map(|_| rng.below(256) as u32).collect() };
+    if coin(rng) {
+        params.stop_token_ids = ids(rng, 20);
+    }
+    if coin(rng) {
+        params.allowed_token_ids = Some(ids(rng, 60));
+    }
+    if coin(rng) {
+        let bias = |id| (id, rng.signed() * 20.0);
+        params.logit_bias = (0..256).step_by(5).map(bias).collect();
+    }
+}
+
+fn letter(rng: &mut Rng) -> char {
+    char::from(b'a' + rng.below(26) as u8)
 }

@@ -79,7 +79,8 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
     pub repetition_penalty: f32,
-    /// Strings that must not be generated, with or without a space before them.
+    /// Strings that must not be generated, as the tokens they are encoded to, alone or after a
+    /// space. (The same text spelt with other tokens is not recognised.)
     pub bad_words: Vec<String>,
     /// Only these tokens may be sampled.
     pub allowed_token_ids: Option<Vec<u32>>,
