@@ -122,12 +122,16 @@ impl ModelFiles {
         let source = SafetensorsSource::open(path)?;
         let missing = || LoadError::malformed(path, "holds no tokenizer.json");
         let folder = ModelFolder::open(path)?;
-        let tokenizer = folder.file("tokenizer.json")?.ok_or_else(missing)?;
+        let tokenizer = Tokenizer::from_file(&folder.file("tokenizer.json")?.ok_or_else(missing)?)?;
+        let mut eos_token_ids = config.spec.eos.clone();
+        if let Some(text) = folder_eos_token(&folder)? {
+            add_token(&tokenizer, &text, &mut eos_token_ids);
+        }
         let text = TextConfig {
-            tokenizer: Tokenizer::from_file(&tokenizer)?,
+            tokenizer,
             // tokenizer.json has a post-processor where the model wants BOS.
             prepend_bos: None,
-            eos_token_ids: config.spec.eos.clone(),
+            eos_token_ids,
             chat_template: folder_template(&folder)?,
         };
         Ok(ModelFiles {
@@ -146,12 +150,12 @@ impl ModelFiles {
         let mut eos_token_ids = spec.eos.clone();
         eos_token_ids.extend(tokenizer.eos.iter().filter(|id| !spec.eos.contains(id)));
         let chat_template = gguf_template(&tokenizer);
-        let text = TextConfig {
-            chat_template,
-            prepend_bos: tokenizer.bos.filter(|_| tokenizer.add_bos),
-            tokenizer: Tokenizer::from_inner(tokenizer.tokenizer),
-            eos_token_ids,
-        };
+        let prepend_bos = tokenizer.bos.filter(|_| tokenizer.add_bos);
+        let tokenizer = Tokenizer::from_inner(tokenizer.tokenizer);
+        for text in TURN_ENDS {
+            add_token(&tokenizer, text, &mut eos_token_ids);
+        }
+        let text = TextConfig { chat_template, prepend_bos, tokenizer, eos_token_ids };
         Ok(ModelFiles {
             spec,
             source: Box::new(file.into_source()?),
@@ -226,6 +230,36 @@ impl ModelFiles {
     }
 }
 
+/// Special tokens that end an answer. Many GGUF files name one of several that their model uses.
+const TURN_ENDS: [&str; 8] = [
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+];
+
+/// Adds a special token of the vocabulary to `ids`, unless it is there.
+fn add_token(tokenizer: &Tokenizer, text: &str, ids: &mut Vec<u32>) {
+    let id = tokenizer.token_to_id(text).filter(|&id| tokenizer.is_special(id));
+    ids.extend(id.filter(|id| !ids.contains(id)));
+}
+
+/// The end-of-sequence token that `tokenizer_config.json` names, which fine-tunes change without
+/// changing `config.json`.
+fn folder_eos_token(folder: &ModelFolder) -> Result<Option<String>, ModelError> {
+    let Some(text) = folder.read_text("tokenizer_config.json", MAX_CONFIG_BYTES)? else {
+        return Ok(None);
+    };
+    // What is not JSON is refused with the chat template.
+    let config: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    let token = &config["eos_token"];
+    Ok(token.as_str().or(token["content"].as_str()).map(str::to_owned))
+}
+
 /// The chat template in the files of a model folder.
 fn folder_template(folder: &ModelFolder) -> Result<Option<FoundTemplate>, ModelError> {
     let read = |name| folder.read_text(name, MAX_CONFIG_BYTES);
@@ -263,4 +297,33 @@ fn gguf_template(tokenizer: &GgufTokenizer) -> Option<FoundTemplate> {
 /// See [`ModelFiles::open`] and [`ModelFiles::load`].
 pub fn load(path: &Path, options: &LoadOptions) -> Result<Engine, ModelError> {
     ModelFiles::open(path)?.load(options, &mut |_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::golden_folder;
+
+    #[test]
+    fn the_tokenizers_own_eos_ends_an_answer_too() {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(golden_folder("llama-gqa")).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        let ids = || ModelFiles::open(dir.path()).unwrap().text.eos_token_ids;
+        assert_eq!(ids(), [258]);
+        let tokenizer = ModelFiles::open(dir.path()).unwrap().text.tokenizer;
+        let (other, _) = tokenizer
+            .added_tokens()
+            .into_iter()
+            .find(|(token, special)| *special && tokenizer.token_to_id(token) != Some(258))
+            .expect("more than one special token");
+        let id = tokenizer.token_to_id(&other).unwrap();
+        let config = dir.path().join("tokenizer_config.json");
+        for form in [serde_json::json!(other), serde_json::json!({"content": other})] {
+            std::fs::write(&config, serde_json::json!({"eos_token": form}).to_string()).unwrap();
+            assert_eq!(ids(), [258, id]);
+        }
+    }
 }

@@ -43,6 +43,7 @@ impl Engine {
             _ => &templates.default,
         };
         let prompt = template.render(messages, options)?;
+        self.check_prompt_bytes(prompt.text())?;
         let ids = template.encode(&self.text.tokenizer, &prompt)?;
         Ok(self.with_bos(ids))
     }

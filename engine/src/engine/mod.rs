@@ -26,7 +26,7 @@ use crate::scheduler::{self, Scheduler, SchedulerConfig, SeqId, StepPlan};
 use crate::text::Tokenizer;
 use crate::text::chat::FoundTemplate;
 use chat::ChatTemplates;
-use rows::{RowContext, RowPlan};
+use rows::{RowContext, RowPlan, TokenLists};
 use state::{RequestState, Step};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
@@ -167,12 +167,18 @@ impl Engine {
 
     /// The ids a text prompt becomes.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, RequestError> {
+        self.check_prompt_bytes(prompt)?;
+        Ok(self.with_bos(self.text.tokenizer.encode(prompt, true)?))
+    }
+
+    /// Refuses text that is too long to fit the context, before the work of encoding it.
+    fn check_prompt_bytes(&self, text: &str) -> Result<(), RequestError> {
         let context = self.limits().max_model_len;
         let limit = MAX_PROMPT_BYTES.min(self.text.tokenizer.max_bytes(context));
-        if prompt.len() > limit {
-            return Err(RequestError::PromptTooLarge { bytes: prompt.len(), limit, context });
+        if text.len() > limit {
+            return Err(RequestError::PromptTooLarge { bytes: text.len(), limit, context });
         }
-        Ok(self.with_bos(self.text.tokenizer.encode(prompt, true)?))
+        Ok(())
     }
 
     /// Puts BOS before `ids` where the model wants it and it is not there.
@@ -218,7 +224,8 @@ impl Engine {
             let min_tokens = request.params.min_tokens;
             return Err(RequestError::MinTokens { min_tokens, max_tokens });
         }
-        let bad_words = self.bad_words(&request.params.bad_words)?;
+        let bad_words = self.bad_words(&request.params.bad_words)?.into();
+        let lists = TokenLists::new(&request.params, bad_words);
         let processor = self.processor(request.params.logits_processor.as_deref())?;
         let rules = scheduler::StopRules {
             max_tokens,
@@ -235,7 +242,7 @@ impl Engine {
                 prompt: &prompt,
                 seed: seed.wrapping_add(index as u64),
                 vocab_size: self.vocab_size(),
-                bad_words: bad_words.clone(),
+                lists: lists.clone(),
                 processor: processor.clone(),
                 capture: request.capture_logits,
             };
@@ -340,6 +347,10 @@ impl Engine {
             let sample = samples.next().expect("one answer a row");
             if row.target == RowTarget::Sample {
                 sampled.push(sample);
+                continue;
+            }
+            // After the first failed row of a sequence, its others are of no use.
+            if failed.last().is_some_and(|(id, _)| *id == seq) {
                 continue;
             }
             match sample.token {

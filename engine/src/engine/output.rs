@@ -62,7 +62,8 @@ pub struct RequestDelta {
     pub request_id: RequestId,
     /// Which of its `n` sequences.
     pub index: usize,
-    /// Text that is certain now; may be empty.
+    /// Text that is certain now; may be empty. Text still held back when a request is aborted or
+    /// fails is in its [`RequestOutput`] only.
     pub text: String,
     /// The new token.
     pub token_id: u32,

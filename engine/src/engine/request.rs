@@ -79,7 +79,7 @@ pub enum RequestError {
     #[error("the model has no chat template; give a prompt instead of messages")]
     NoChatTemplate,
     /// The text is longer than [`MAX_PROMPT_BYTES`], or than any that fits the context.
-    #[error("the prompt has {bytes} bytes; a context of {context} tokens holds at most {limit}")]
+    #[error("the prompt has {bytes} bytes; for a context of {context} tokens the limit is {limit}")]
     PromptTooLarge {
         /// Its length.
         bytes: usize,

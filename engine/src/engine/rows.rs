@@ -13,10 +13,7 @@ use std::sync::Arc;
 /// The rows of one sequence: a template, and the state that changes with every token.
 pub(super) struct RowPlan {
     template: SamplingRow,
-    allowed: Option<Vec<u32>>,
-    bias: Vec<(u32, f32)>,
-    /// Token sequences whose last token is suppressed once the others are there.
-    bad_words: Vec<Vec<u32>>,
+    lists: TokenLists,
     /// Token → times in the output; only where a penalty needs it.
     seen: Option<BTreeMap<u32, u32>>,
     processor: Option<Arc<dyn LogitsProcessor>>,
@@ -28,12 +25,33 @@ pub(super) struct RowPlan {
     pub(super) next_prompt_row: usize,
 }
 
+/// The lists of a request, shared by its sequences.
+#[derive(Clone)]
+pub(super) struct TokenLists {
+    /// Ascending.
+    allowed: Option<Arc<[u32]>>,
+    bias: Arc<[(u32, f32)]>,
+    /// Token sequences whose last token is suppressed once the others are there.
+    bad_words: Arc<[Vec<u32>]>,
+}
+
+impl TokenLists {
+    pub(super) fn new(params: &SamplingParams, bad_words: Arc<[Vec<u32>]>) -> Self {
+        let allowed = params.allowed_token_ids.clone().map(|mut ids| {
+            ids.sort_unstable();
+            ids.dedup();
+            ids.into()
+        });
+        TokenLists { allowed, bias: params.clamped_bias().into(), bad_words }
+    }
+}
+
 /// What [`RowPlan::new`] takes beside the parameters.
 pub(super) struct RowContext<'a> {
     pub(super) prompt: &'a [u32],
     pub(super) seed: u64,
     pub(super) vocab_size: usize,
-    pub(super) bad_words: Vec<Vec<u32>>,
+    pub(super) lists: TokenLists,
     pub(super) processor: Option<Arc<dyn LogitsProcessor>>,
     pub(super) capture: bool,
 }
@@ -59,9 +77,7 @@ impl RowPlan {
                 logprobs: params.logprobs.map(|n| n.resolve(vocab_size)),
                 ..Default::default()
             },
-            allowed: params.allowed_token_ids.clone(),
-            bias: params.clamped_bias(),
-            bad_words: context.bad_words,
+            lists: context.lists,
             seen: penalised.then(|| context.prompt.iter().map(|&id| (id, 0)).collect()),
             processor: context.processor,
             prompt_logprobs: params.prompt_logprobs.map(|n| n.resolve(vocab_size)),
@@ -95,7 +111,7 @@ impl RowPlan {
         if output.len() < sequence.rules.min_tokens {
             ids.extend(&sequence.rules.stop_token_ids);
         }
-        for word in &self.bad_words {
+        for word in self.lists.bad_words.iter() {
             let Some((&last, before)) = word.split_last() else { continue };
             if output.ends_with(before) {
                 ids.push(last);
@@ -106,11 +122,12 @@ impl RowPlan {
     /// Fills what a sampled row refers to.
     fn sampled_row(&self, sequence: &Sequence, row: &mut SamplingRow, batch: &mut SamplingBatch) {
         row.target = RowTarget::Sample;
-        row.allowed = self.allowed.as_ref().map(|ids| append(&mut batch.ids, ids.iter().copied()));
+        row.allowed =
+            self.lists.allowed.as_ref().map(|ids| append(&mut batch.ids, ids.iter().copied()));
         let start = batch.ids.len();
         self.suppressed(sequence, &mut batch.ids);
         row.suppressed = start..batch.ids.len();
-        row.bias = append(&mut batch.biases, self.bias.iter().copied());
+        row.bias = append(&mut batch.biases, self.lists.bias.iter().copied());
         if let Some(seen) = &self.seen {
             let seen = seen.iter().map(|(&token, &output_count)| SeenToken { token, output_count });
             row.seen = append(&mut batch.seen, seen);

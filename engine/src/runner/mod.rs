@@ -15,7 +15,7 @@ use crate::sampling::{SampleOutput, SamplingBatch};
 /// What a step produced.
 #[derive(Debug, Default)]
 pub struct ExecutorOutput {
-    /// For each sampling row, in order.
+    /// For each row whose target is not `Nothing`, in order.
     pub samples: Vec<SampleOutput>,
     /// (row, logits) of the rows captured for verification.
     pub captured: Vec<(usize, Vec<f32>)>,

@@ -58,7 +58,7 @@ pub struct SamplingRow {
     pub position: u32,
     /// Log-probabilities wanted: of the token and this many best ones.
     pub logprobs: Option<u32>,
-    /// Only these ids may be sampled.
+    /// Only these ids may be sampled; they ascend.
     pub allowed: Option<Range<usize>>,
     /// Ids that must not be sampled.
     pub suppressed: Range<usize>,

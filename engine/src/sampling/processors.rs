@@ -78,29 +78,28 @@ fn call_processor(
     catch_unwind(AssertUnwindSafe(run)).map_err(|_| RowError::ProcessorPanicked)
 }
 
-/// −∞ for every id not in `allowed` (in any order, repeats allowed).
-fn keep_only(logits: &mut [f32], allowed: &[u32]) {
-    let mut ids = allowed.to_vec();
-    ids.sort_unstable();
-    let mut next = ids.iter().copied().peekable();
-    for (id, logit) in logits.iter_mut().enumerate() {
-        let mut keep = false;
-        while next.next_if(|&a| a as usize == id).is_some() {
-            keep = true;
-        }
-        if !keep {
-            *logit = f32::NEG_INFINITY;
-        }
+/// −∞ for every id that is not in `ids`, which ascend and are below the vocabulary.
+pub(super) fn keep_only(logits: &mut [f32], ids: &[u32]) {
+    let mut next = 0;
+    for &id in ids {
+        logits[next..id as usize].fill(f32::NEG_INFINITY);
+        next = id as usize + 1;
     }
+    logits[next..].fill(f32::NEG_INFINITY);
 }
 
 /// Repetition over prompt and output, once a token; frequency and presence over the output.
 fn penalise(logits: &mut [f32], seen: &SeenToken, row: &SamplingRow) {
     let Some(logit) = logits.get_mut(seen.token as usize) else { return };
+    let forbidden = *logit == f32::NEG_INFINITY;
     if *logit > 0.0 {
         *logit /= row.repetition_penalty;
     } else {
         *logit *= row.repetition_penalty;
+    }
+    if !forbidden {
+        // An extreme penalty is as strong as numbers go, and no stronger.
+        *logit = logit.clamp(f32::MIN, f32::MAX);
     }
     if seen.output_count > 0 {
         *logit -= row.frequency_penalty * seen.output_count as f32 + row.presence_penalty;

@@ -197,7 +197,7 @@ fn draw(sampler: &mut Sampler, logits: &mut [f32], row: &SamplingRow) -> u32 {
     }
     sampler.filter(logits, row);
     if sampler.ids.len() * SPARSE > logits.len() {
-        keep_sorted(logits, &sampler.ids);
+        processors::keep_only(logits, &sampler.ids);
         return gumbel_argmax(sampler.isa, logits, row.seed, row.position);
     }
     let (mut token, mut score) = (best, f32::NEG_INFINITY);
@@ -208,16 +208,6 @@ fn draw(sampler: &mut Sampler, logits: &mut [f32], row: &SamplingRow) -> u32 {
         }
     }
     token
-}
-
-/// −∞ for every id that is not in `ids`, which ascend.
-fn keep_sorted(logits: &mut [f32], ids: &[u32]) {
-    let mut next = 0;
-    for &id in ids {
-        logits[next..id as usize].fill(f32::NEG_INFINITY);
-        next = id as usize + 1;
-    }
-    logits[next..].fill(f32::NEG_INFINITY);
 }
 
 /// Above this many, sorting everything is faster than keeping the best.

@@ -184,10 +184,10 @@ fn greedy() -> SamplingRow {
 
 #[test]
 fn allowed_ids_exclude_all_others_before_everything_else() {
-    let batch = SamplingBatch { ids: vec![3, 1, 3], ..Default::default() };
-    let row = SamplingRow { allowed: Some(0..3), ..greedy() };
+    let batch = SamplingBatch { ids: vec![1, 3, 3], ..Default::default() };
+    let row = SamplingRow { allowed: Some(0..2), ..greedy() };
     assert_eq!(sample_in(&[9.0, 1.0, 8.0, 2.0], &row, &batch).token, Ok(3));
-    let both = SamplingRow { allowed: Some(0..3), suppressed: 0..1, ..greedy() };
+    let both = SamplingRow { allowed: Some(0..2), suppressed: 2..3, ..greedy() };
     assert_eq!(sample_in(&[9.0, 1.0, 8.0, 2.0], &both, &batch).token, Ok(1));
 }
 
@@ -305,4 +305,17 @@ fn sparse_and_dense_draws_agree() {
         masked.iter_mut().filter(|x| **x < least).for_each(|x| *x = f32::NEG_INFINITY);
         assert_eq!(sample(&masked, &SamplingRow { position, ..row() }).token, Ok(token));
     }
+}
+
+#[test]
+fn extreme_penalties_end_at_the_range_of_floats() {
+    let seen =
+        vec![SeenToken { token: 0, output_count: 1 }, SeenToken { token: 1, output_count: 1 }];
+    let batch = SamplingBatch { seen, ..Default::default() };
+    for (repetition_penalty, expected) in [(1e-40, 0), (3e38, 2)] {
+        let row = SamplingRow { seen: 0..2, repetition_penalty, ..greedy() };
+        assert_eq!(sample_in(&[5.0, -5.0, 0.1], &row, &batch).token, Ok(expected));
+    }
+    let all = SamplingRow { seen: 0..2, repetition_penalty: 3e38, ..greedy() };
+    assert!(sample_in(&[-5.0, -6.0], &all, &batch).token.is_ok());
 }

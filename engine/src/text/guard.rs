@@ -1,10 +1,10 @@
-//! What keeps a hostile `tokenizer.json` from harming: panics become errors, and normalisers that
-//! could turn a short text into an endless one are recognised.
+//! What keeps a hostile `tokenizer.json` from harming: panics become errors, and normalisers and
+//! decoders that could turn a short text into an endless one are recognised.
 
+use serde::Serialize;
 use serde_json::Value;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use tokenizers::NormalizerWrapper;
 
 /// Most bytes that replacements may make of one byte. Real ones make three (space to `▁`).
 pub(super) const MAX_GROWTH: u64 = 64;
@@ -21,22 +21,22 @@ fn message(panic: &(dyn Any + Send)) -> String {
     format!("the tokenizer panicked: {text}")
 }
 
-/// Bytes that one byte of text can become through a normaliser's replacements.
-pub(super) fn growth(normalizer: &NormalizerWrapper) -> u64 {
+/// Bytes that one byte of text can become through the replacements of a normaliser or decoder.
+pub(super) fn growth(part: &impl Serialize) -> u64 {
     // Settings of the parts are private; their serialised form is the documented one.
-    serde_json::to_value(normalizer).map_or(u64::MAX, |value| growth_of(&value))
+    serde_json::to_value(part).map_or(u64::MAX, |value| growth_of(&value))
 }
 
-fn growth_of(normalizer: &Value) -> u64 {
-    let replaced = match normalizer["type"].as_str() {
+fn growth_of(part: &Value) -> u64 {
+    let replaced = match part["type"].as_str() {
         Some("Sequence") => {
-            let parts = normalizer["normalizers"].as_array().map_or(&[][..], Vec::as_slice);
-            return parts.iter().map(growth_of).fold(1, u64::saturating_mul);
+            let parts = part["normalizers"].as_array().or(part["decoders"].as_array());
+            return parts.into_iter().flatten().map(growth_of).fold(1, u64::saturating_mul);
         }
-        Some("Replace") => &normalizer["pattern"],
+        Some("Replace") => &part["pattern"],
         _ => return 1,
     };
-    let content = normalizer["content"].as_str().map_or(0, str::len) as u64;
+    let content = part["content"].as_str().map_or(0, str::len) as u64;
     // A regular expression may match a single byte, or none at all.
     let pattern = replaced["String"].as_str().map_or(1, str::len) as u64;
     content.checked_div(pattern).unwrap_or(u64::MAX).max(1)
@@ -94,6 +94,10 @@ mod tests {
             let refused =
                 matches!(with("normalizer", &bad), Err(TextError::NormaliserGrowth { .. }));
             assert!(refused, "{bad}");
+            let decoder = bad.replace("normalizers", "decoders");
+            let refused =
+                matches!(with("decoder", &decoder), Err(TextError::NormaliserGrowth { .. }));
+            assert!(refused, "{decoder}");
         }
         assert!(with("normalizer", &replace(r#"{"String":" "}"#, 3)).is_ok());
         assert!(with("normalizer", &twice(&replace(r#"{"String":"ab"}"#, 16))).is_ok());

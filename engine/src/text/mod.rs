@@ -76,8 +76,9 @@ pub enum TextError {
         /// The decoder, with the setting that is at fault.
         decoder: String,
     },
-    /// The tokenizer file has a normaliser that could turn a short text into an endless one.
-    #[error("tokenizer {}: its normaliser makes text grow {growth}-fold; the limit is {limit}", path.display())]
+    /// The tokenizer file has a normaliser or decoder that could turn a short text into an endless
+    /// one.
+    #[error("tokenizer {}: its replacements make text grow {growth}-fold; the limit is {limit}", path.display())]
     NormaliserGrowth {
         /// The file.
         path: PathBuf,

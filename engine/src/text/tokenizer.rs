@@ -58,7 +58,10 @@ impl Tokenizer {
         let parse = || tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string());
         let tokenizer =
             guarded(parse).map_err(|reason| TextError::Parse { path: path.into(), reason })?;
-        let growth = tokenizer.get_normalizer().map_or(1, growth);
+        let growth = tokenizer
+            .get_normalizer()
+            .map_or(1, growth)
+            .max(tokenizer.get_decoder().map_or(1, growth));
         if growth > MAX_GROWTH {
             let limit = MAX_GROWTH;
             return Err(TextError::NormaliserGrowth { path: path.into(), growth, limit });
@@ -139,16 +142,13 @@ impl Tokenizer {
         self.id_to_token(id).is_some_and(|token| self.is_special_token(&token))
     }
 
-    /// The tokens that are flagged special, by id. Does not go through the ids: a file may claim
-    /// one near 2³².
-    pub fn special_tokens(&self) -> Vec<String> {
-        let added = self.inner.tokenizer.get_added_tokens_decoder().into_iter();
-        let mut special: Vec<(u32, String)> = added
-            .filter(|(_, token)| token.special)
-            .map(|(id, token)| (id, token.content))
-            .collect();
-        special.sort_unstable();
-        special.into_iter().map(|(_, token)| token).collect()
+    /// The added tokens by id, and whether they are flagged special. Does not go through the ids:
+    /// a file may claim one near 2³².
+    pub fn added_tokens(&self) -> Vec<(String, bool)> {
+        let mut added: Vec<_> =
+            self.inner.tokenizer.get_added_tokens_decoder().into_iter().collect();
+        added.sort_unstable_by_key(|(id, _)| *id);
+        added.into_iter().map(|(_, token)| (token.content, token.special)).collect()
     }
 
     /// The token of `id` if it has a part in the decoded text.

@@ -3,10 +3,23 @@
 use super::{ChatPrompt, ChatTemplate};
 use crate::text::{TextError, Tokenizer};
 
-/// The texts of a tokenizer's special tokens, for
-/// [`ChatTemplateOptions::control_tokens`](super::ChatTemplateOptions::control_tokens).
+/// The texts of a tokenizer's control tokens, for
+/// [`ChatTemplateOptions::control_tokens`](super::ChatTemplateOptions::control_tokens): those
+/// flagged special, and added tokens that are spelled like turn markers, which some models forget
+/// to flag. Markers within an answer, such as `</think>`, are ordinary text.
 pub fn control_tokens(tokenizer: &Tokenizer) -> Vec<String> {
-    tokenizer.special_tokens()
+    let is_control = |(token, special): &(String, bool)| *special || looks_like_control(token);
+    tokenizer.added_tokens().into_iter().filter(is_control).map(|(token, _)| token).collect()
+}
+
+/// `<|…|>`, `<｜…｜>`, and the turn markers of Gemma and of Llama 2.
+fn looks_like_control(token: &str) -> bool {
+    let within = |start: &str, end: &str| token.starts_with(start) && token.ends_with(end);
+    within("<|", "|>")
+        || within("<｜", "｜>")
+        || within("<start_of_", ">")
+        || within("<end_of_", ">")
+        || matches!(token, "[INST]" | "[/INST]" | "<<SYS>>" | "<</SYS>>")
 }
 
 impl ChatTemplate {
@@ -114,8 +127,15 @@ mod tests {
     }
 
     #[test]
-    fn control_tokens_are_those_that_are_flagged() {
+    fn control_tokens_are_those_that_are_flagged_or_look_like_it() {
         assert_eq!(control_tokens(&testing::byte_level()), ["<|s|>", "</s>"]);
+        for token in ["<|User|>", "<｜Assistant｜>", "<start_of_turn>", "<end_of_turn>", "[INST]"]
+        {
+            assert!(looks_like_control(token), "{token}");
+        }
+        for token in ["<think>", "</think>", "<tool_call>", "<tool>", "<|", "|>", "<｜"] {
+            assert!(!looks_like_control(token), "{token}");
+        }
     }
 
     #[test]

@@ -102,6 +102,9 @@ fn title(text: &str) -> String {
     out
 }
 
+/// Most characters that `strip` takes into account.
+const MAX_STRIP_CHARS: usize = 64;
+
 pub fn capitalize(text: &str) -> String {
     let mut chars = text.chars();
     let first = chars.next().into_iter().flat_map(char::to_uppercase);
@@ -118,8 +121,13 @@ fn strip(text: &str, args: &[Value], start: bool, end: bool) -> Result<Value, Er
     Ok(Value::from(trim(text, chars, start, end)))
 }
 
-/// `text` without the given characters, or white space, at its start or end.
+/// `text` without the given characters, or white space, at its start or end. Of the characters,
+/// the first [`MAX_STRIP_CHARS`] count: no template names more, and the cost is their product.
 pub fn trim<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> &'a str {
+    let chars = chars.map(|chars| {
+        let end = chars.char_indices().nth(MAX_STRIP_CHARS).map_or(chars.len(), |(at, _)| at);
+        &chars[..end]
+    });
     let goes = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if start { text.trim_start_matches(goes) } else { text };
     if end { text.trim_end_matches(goes) } else { text }
