@@ -23,6 +23,8 @@ pub struct Cli {
 pub enum Command {
     /// Continue prompts given on the command line or in a JSONL file
     Generate(Box<GenerateArgs>),
+    /// Talk to a model
+    Chat(Box<ChatArgs>),
     /// Show a model's sizes and what running it here takes; no weights are read
     Info(InfoArgs),
     /// Compare a model's logits with recorded ones
@@ -160,6 +162,11 @@ impl ModelArgs {
     pub fn sets_batched_tokens(&self) -> bool {
         self.engine.max_num_batched_tokens.is_some()
     }
+
+    /// Whether the flags say how many requests a step may have.
+    pub fn sets_num_seqs(&self) -> bool {
+        self.engine.max_num_seqs.is_some()
+    }
 }
 
 /// Arguments of `generate`.
@@ -171,8 +178,8 @@ pub struct GenerateArgs {
     /// Text to continue; several are run together
     #[arg(long, value_name = "TEXT")]
     pub prompt: Vec<String>,
-    /// JSONL file of requests, `-` for standard input: {"prompt": "…"} or {"prompt_token_ids":
-    /// […]} with optional "id" and sampling parameters
+    /// JSONL file of requests, `-` for standard input: {"prompt": "…"}, {"prompt_token_ids": […]}
+    /// or {"messages": […]} with optional "id" and sampling parameters
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
     /// File for the results of --input, `-` for standard output
@@ -181,7 +188,48 @@ pub struct GenerateArgs {
     /// How the results of --input are written
     #[arg(long, value_enum, conflicts_with = "prompt", default_value = "jsonl")]
     pub format: Format,
+    /// Go on with an interrupted run: keep what is in the --output file, run what is missing.
+    /// Input and flags must be those of the first run
+    #[arg(long, conflicts_with = "prompt")]
+    pub resume: bool,
+    /// Stop at the first line that is bad or fails
+    #[arg(long, conflicts_with = "prompt")]
+    pub fail_fast: bool,
     /// Results of --prompt as JSON lines; the summary as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Jinja template for "messages", in place of the model's
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub chat_template: Option<PathBuf>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub results: ResultArgs,
+}
+
+/// What the help of `chat` ends with.
+const CHAT_HELP: &str = "\
+In a terminal, a line is a message; one that ends in \\ goes on in the next, and lines between two
+lines of \"\"\" are one message. /help lists the commands. Ctrl-C stops an answer; at the prompt it
+ends the conversation, as Ctrl-D does. Standard input that is no terminal has one message a line,
+taken as it is.
+
+When the conversation outgrows the context, the oldest messages and their answers are left out;
+the system message stays.";
+
+/// Arguments of `chat`.
+#[derive(Args)]
+#[command(after_help = CHAT_HELP)]
+pub struct ChatArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// Jinja template, in place of the model's
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+    /// Each answer as a line of JSON
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
@@ -201,7 +249,8 @@ pub enum Format {
 #[derive(Args)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
-    /// Most tokens to generate [default: 16]
+    /// Most tokens to generate [default: 16; in a conversation what the model recommends, else the
+    /// rest of the context]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
     max_tokens: Option<usize>,
     /// Tokens to generate before anything may end the output [default: 0]
@@ -224,8 +273,8 @@ pub struct SamplingArgs {
     /// Keep tokens at least P times as likely as the best one [default: the model's, else 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// Seed of the draws (`seed` in JSONL) [default: made from --seed and the number of the line or
-    /// prompt]
+    /// Seed of the draws (`seed` in JSONL) [default: made from --seed and the number of the line,
+    /// prompt or answer]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u64>)]
     request_seed: Option<u64>,
     /// Text that ends the output; may be repeated
@@ -245,15 +294,6 @@ pub struct SamplingArgs {
     /// Go on after the model's end-of-sequence token
     #[arg(long)]
     ignore_eos: bool,
-    /// Report log-probabilities of each token and of the N most likely ones; -1: of all
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
-    logprobs: Option<NumLogprobs>,
-    /// The same for the tokens of the prompt
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
-    prompt_logprobs: Option<NumLogprobs>,
-    /// Sequences to generate from each prompt [default: 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
-    n: Option<usize>,
     /// Taken off the logit of tokens in the output [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     presence_penalty: Option<f32>,
@@ -266,6 +306,21 @@ pub struct SamplingArgs {
     /// Text that must not be generated; may be repeated
     #[arg(long, value_name = "TEXT")]
     bad_words: Vec<String>,
+}
+
+/// What `generate` may report beyond one text.
+#[derive(Args)]
+#[command(next_help_heading = "Results")]
+pub struct ResultArgs {
+    /// Report log-probabilities of each token and of the N most likely ones; -1: of all
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
+    logprobs: Option<NumLogprobs>,
+    /// The same for the tokens of the prompt
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
+    prompt_logprobs: Option<NumLogprobs>,
+    /// Sequences to generate from each prompt [default: 1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
+    n: Option<usize>,
     /// Keep special tokens in the text
     #[arg(long)]
     no_skip_special_tokens: bool,
@@ -307,12 +362,14 @@ fn parse_logprobs(text: &str) -> Result<NumLogprobs, String> {
     parse_or_all(text).map(|n| n.map_or(NumLogprobs::All, NumLogprobs::Top))
 }
 
+/// Puts a flag, where there is one, over `field`.
+fn set<T: Copy>(flag: Option<T>, field: &mut T) {
+    *field = flag.unwrap_or(*field);
+}
+
 impl SamplingArgs {
     /// Puts the flags over `params`.
     pub fn apply(&self, params: &mut SamplingParams) {
-        fn set<T: Copy>(flag: Option<T>, field: &mut T) {
-            *field = flag.unwrap_or(*field);
-        }
         set(self.max_tokens.map(Some), &mut params.max_tokens);
         set(self.min_tokens, &mut params.min_tokens);
         set(self.temperature, &mut params.temperature);
@@ -320,9 +377,6 @@ impl SamplingArgs {
         set(self.top_p, &mut params.top_p);
         set(self.min_p, &mut params.min_p);
         set(self.request_seed.map(Some), &mut params.seed);
-        set(self.logprobs.map(Some), &mut params.logprobs);
-        set(self.prompt_logprobs.map(Some), &mut params.prompt_logprobs);
-        set(self.n, &mut params.n);
         set(self.presence_penalty, &mut params.presence_penalty);
         set(self.frequency_penalty, &mut params.frequency_penalty);
         set(self.repetition_penalty, &mut params.repetition_penalty);
@@ -331,6 +385,20 @@ impl SamplingArgs {
         params.stop_token_ids.extend_from_slice(&self.stop_token_ids);
         params.include_stop_str_in_output |= self.include_stop_str_in_output;
         params.ignore_eos |= self.ignore_eos;
+    }
+
+    /// The flag for the most tokens to generate.
+    pub fn max_tokens(&self) -> Option<usize> {
+        self.max_tokens
+    }
+}
+
+impl ResultArgs {
+    /// Puts the flags over `params`.
+    pub fn apply(&self, params: &mut SamplingParams) {
+        set(self.logprobs.map(Some), &mut params.logprobs);
+        set(self.prompt_logprobs.map(Some), &mut params.prompt_logprobs);
+        set(self.n, &mut params.n);
         params.skip_special_tokens &= !self.no_skip_special_tokens;
         params.detokenize &= !self.no_detokenize;
     }
@@ -359,7 +427,12 @@ Columns, one row a recorded sequence:
              that differs
   decode     whether generating gives the logits, bit for bit, that reading the same tokens gives
 
-Exit code 0: all within the limits; 1: some differ. A GGUF file needs --golden.";
+With --layers the model computes one sequence with two implementations, --against as the measure,
+and the table shows, op by op, norm of the difference over norm of the values. The first one over
+the bound, marked with !, is the place to look. The sequence is --tokens, else the longest recorded
+one of at most 64 tokens, else one made up.
+
+Exit code 0: all within the limits; 1: some differ. A GGUF file needs --golden, or --layers.";
 
 /// Arguments of `verify`.
 #[derive(Args)]
@@ -370,6 +443,28 @@ pub struct VerifyArgs {
     /// Recorded sequences [default: golden.safetensors in the model's folder; a GGUF file has none]
     #[arg(long, value_name = "FILE")]
     pub golden: Option<PathBuf>,
+    /// Compare op by op with another implementation
+    #[arg(long)]
+    pub layers: bool,
+    /// What --layers compares with
+    #[arg(
+        long,
+        requires = "layers",
+        default_value = "reference",
+        value_parser = backend_parser(),
+    )]
+    pub against: BackendKind,
+    /// Token ids for --layers, separated by commas
+    #[arg(
+        long,
+        value_name = "IDS",
+        requires = "layers",
+        conflicts_with = "golden",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        value_parser = parse_whole::<u32>,
+    )]
+    pub tokens: Option<Vec<u32>>,
     /// One JSON object instead of a table
     #[arg(long)]
     pub json: bool,
@@ -416,6 +511,12 @@ mod tests {
             "quire info m --kv-cache-memory 1M --num-blocks-override 3",
             "quire info m --dtype f8",
             "quire info m --top-k 3",
+            "quire generate m --prompt a --resume",
+            "quire generate m --prompt a --fail-fast",
+            "quire chat m --n 2",
+            "quire verify m --tokens 1",
+            "quire verify m --against cpu",
+            "quire verify m --layers --tokens 1 --golden f",
         ] {
             assert!(Cli::try_parse_from(line.split_whitespace()).is_err(), "{line}");
         }

@@ -25,6 +25,12 @@ pub fn catch() {
     CAUGHT.store(true, SeqCst);
 }
 
+/// Back to before [`catch`]: what was to be ended has. Says whether Ctrl-C was pressed.
+pub fn release() -> bool {
+    CAUGHT.store(false, SeqCst);
+    REQUESTED.swap(false, SeqCst)
+}
+
 /// Ctrl-C was pressed.
 pub fn requested() -> bool {
     REQUESTED.load(SeqCst)

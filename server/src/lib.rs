@@ -1,16 +1,21 @@
-//! The quire command line: `generate`, `info` and `verify`.
+//! The quire command line: `generate`, `chat`, `info` and `verify`.
 //!
 //! Exit codes: 0 done; 1 some requests failed, or a model differs from its golden file; 2 cannot
 //! run (arguments, files, memory); 101 a bug; 130 interrupted. An error is one line on standard
 //! error; results go to standard output, everything else to standard error.
 
+mod chat;
 mod cli;
+mod conversation;
 mod explain;
 mod generate;
 mod info;
 mod interrupt;
+mod lines;
 mod load;
 mod output;
+mod params;
+mod result_line;
 mod size;
 mod verify;
 
@@ -57,6 +62,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Generate(args) => generate::run(args),
+        Command::Chat(args) => chat::run(args),
         Command::Info(args) => info::run(args),
         Command::Verify(args) => verify::run(args),
     });

@@ -4,8 +4,9 @@ use serde::Serialize;
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal, Seek, SeekFrom, Write};
 use std::path::Path;
+use std::time::Duration;
 
 /// Results could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -32,12 +33,17 @@ impl Output {
         Output { target: "standard output".to_owned(), writer: Box::new(stdout), terminal }
     }
 
-    /// A file, emptied if it is a regular one.
-    pub fn file(path: &Path, opened: File) -> Result<Self, OutputError> {
+    /// A file, of which the first `keep` bytes stay if it is a regular one.
+    pub fn file(path: &Path, mut opened: File, keep: u64) -> Result<Self, OutputError> {
         let target = path.display().to_string();
-        let emptied =
-            opened.metadata().and_then(|m| if m.is_file() { opened.set_len(0) } else { Ok(()) });
-        match emptied {
+        let cut = opened.metadata().and_then(|metadata| {
+            if metadata.is_file() {
+                opened.set_len(keep)?;
+                opened.seek(SeekFrom::Start(keep))?;
+            }
+            Ok(())
+        });
+        match cut {
             Ok(()) => {
                 Ok(Output { target, terminal: opened.is_terminal(), writer: Box::new(opened) })
             }
@@ -149,6 +155,11 @@ pub fn chain(error: &anyhow::Error) -> String {
         }
     }
     one_line(&text)
+}
+
+/// Milliseconds, to the microsecond.
+pub fn milliseconds(duration: Duration) -> f64 {
+    duration.as_micros() as f64 / 1e3
 }
 
 /// A number of things, such as "1 token" or "2 tokens".

@@ -1,4 +1,6 @@
-//! `quire verify`: a model against its golden file.
+//! `quire verify`: a model against its golden file, or against another implementation.
+
+mod layers;
 
 use crate::Outcome;
 use crate::cli::VerifyArgs;
@@ -38,6 +40,9 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
         options.engine.max_num_batched_tokens = BATCHED_TOKENS;
     }
     let files = load::open(model)?;
+    if args.layers {
+        return layers::run(args, &files, &options);
+    }
     let golden = match (&args.golden, files.format) {
         (Some(golden), _) => golden.clone(),
         (None, ModelFormat::HuggingFace) => {

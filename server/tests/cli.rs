@@ -1,5 +1,10 @@
 //! The `quire` binary as users run it, on a tiny model.
 
+#[path = "cli/chat.rs"]
+mod chat;
+#[path = "cli/resume.rs"]
+mod resume;
+
 use serde_json::Value;
 use std::fs;
 use std::io::Write;
@@ -489,6 +494,36 @@ fn verify_finds_one_changed_logit_or_token() {
     let report = &json_lines(&stdout(&other))[0]["sequences"][1];
     assert_eq!(report["generated_agree"], 0);
     assert_eq!(report["decode_equals_prefill"], true);
+}
+
+#[test]
+fn verify_compares_op_by_op() {
+    let layers = |more: &[&str]| quire(&[&["verify", MODEL, "--layers"][..], more].concat());
+    let shown = layers(&[]);
+    assert_eq!(shown.status.code(), Some(0), "{}", stderr(&shown));
+    let text = stdout(&shown);
+    assert!(text.contains("\nlayer 2 ") && text.contains("qk_norm_rope_write_kv"), "{text}");
+    assert!(
+        text.contains("\npassed: every op within 1e-4 (cpu against reference, f32, "),
+        "{text}"
+    );
+
+    let json = layers(&["--json", "--tokens", "5,6,7", "--against", "cpu", "--isa", "portable"]);
+    let report = &json_lines(&stdout(&json))[0];
+    assert_eq!(report["tokens"], serde_json::json!([5, 6, 7]));
+    assert_eq!((&report["against"], &report["isa"]), (&"cpu".into(), &"portable".into()));
+    assert_eq!((&report["passed"], &report["first_difference"]), (&true.into(), &Value::Null));
+    assert_eq!(report["ops"].as_array().unwrap().len(), 1 + 8 * 3 + 3);
+
+    let golden = fs::read(format!("{MODEL}/golden.safetensors")).unwrap();
+    let golden = safetensors::SafeTensors::deserialize(&golden).unwrap();
+    let lengths = (0..5).map(|i| golden.tensor(&format!("ids_{i}")).unwrap().shape()[0]);
+    let longest = lengths.filter(|&len| len <= 64).max().unwrap();
+    let recorded = &json_lines(&stdout(&layers(&["--json"])))[0];
+    assert_eq!(recorded["tokens"].as_array().unwrap().len(), longest);
+
+    let outside = refusal(&layers(&["--tokens", "1,320"]));
+    assert!(outside.contains("token id 320 is outside the vocabulary of 320"), "{outside}");
 }
 
 #[test]

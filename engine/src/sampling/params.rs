@@ -229,13 +229,16 @@ impl SamplingParams {
 
     fn validate_ids(&self, vocab_size: usize) -> Result<(), ParamError> {
         let in_vocab = |field, ids: &mut dyn Iterator<Item = u32>| {
-            for (i, id) in ids.enumerate() {
-                let rule = format!("at most {vocab_size} ids");
-                check(i < vocab_size, field, rule, "more")?;
-                let rule = format!("below the vocabulary size {vocab_size}");
-                check((id as usize) < vocab_size, field, rule, id)?;
+            let bad = |&(i, id): &(usize, u32)| i >= vocab_size || id as usize >= vocab_size;
+            match ids.enumerate().find(bad) {
+                None => Ok(()),
+                Some((i, _)) if i >= vocab_size => {
+                    check(false, field, format!("at most {vocab_size} ids"), "more")
+                }
+                Some((_, id)) => {
+                    check(false, field, format!("below the vocabulary size {vocab_size}"), id)
+                }
             }
-            Ok(())
         };
         in_vocab("stop_token_ids", &mut self.stop_token_ids.iter().copied())?;
         if let Some(allowed) = &self.allowed_token_ids {

@@ -9,14 +9,16 @@
 //! early, results that are there are written, in order, without the unfinished ones between.
 
 use super::progress::Progress;
-use super::result_line::{error_line, error_text, result_line, result_text};
+use super::request_line::{LineInput, LineRequest};
 use super::source::{Entry, Next, Source};
-use super::summary::Tally;
+use super::summary::{Kept, Tally};
 use crate::cli::Format;
+use crate::conversation::{answer_request, refusal};
 use crate::interrupt;
-use crate::output::{Output, OutputError};
+use crate::output::{Output, OutputError, chain};
+use crate::result_line::{error_line, error_text, result_line, result_text};
 use anyhow::Context;
-use quire_engine::{Engine, FinishReason, RequestId, RequestOutput};
+use quire_engine::{Engine, FinishReason, Request, RequestError, RequestId, RequestOutput};
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
 
@@ -41,6 +43,17 @@ impl Slot {
     }
 }
 
+/// How a batch is run.
+#[derive(Clone, Copy, Default)]
+pub struct BatchOptions {
+    /// Ends the run at the first request that is bad or fails.
+    pub fail_fast: bool,
+    /// Most tokens of an answer to messages, where the line does not say.
+    pub answer_tokens: Option<usize>,
+    /// What an earlier run has left.
+    pub kept: Kept,
+}
+
 /// A batch under way.
 pub struct Batch<'a> {
     engine: &'a mut Engine,
@@ -50,6 +63,7 @@ pub struct Batch<'a> {
     output: Output,
     format: Format,
     progress: Progress,
+    options: BatchOptions,
     slots: VecDeque<Slot>,
     /// Number of the first slot, counted from the start of the run.
     first_slot: u64,
@@ -67,6 +81,7 @@ impl<'a> Batch<'a> {
         source_name: String,
         (output, format): (Output, Format),
         progress: Progress,
+        options: BatchOptions,
     ) -> Self {
         Batch {
             engine,
@@ -75,15 +90,16 @@ impl<'a> Batch<'a> {
             output,
             format,
             progress,
+            options,
             slots: VecDeque::new(),
             first_slot: 0,
             running: HashMap::new(),
             source_ended: false,
-            tally: Tally::default(),
+            tally: Tally::after(options.kept),
         }
     }
 
-    /// Runs to the end, or to Ctrl-C.
+    /// Runs to the end, to Ctrl-C or, with `fail_fast`, to the first failure.
     ///
     /// # Errors
     /// The input cannot be read, the output not be written, or a step failed; results that were
@@ -100,19 +116,20 @@ impl<'a> Batch<'a> {
             }
         }
         self.progress.finish();
+        self.tally.stopped = self.has_failed();
         end.map(|()| self.tally)
     }
 
     fn run_steps(&mut self) -> anyhow::Result<()> {
         let mut failure = None;
-        while !interrupt::requested() {
+        while !interrupt::requested() && !self.has_failed() {
             if let Err(error) = self.fill() {
                 // What is running still ends well.
                 failure = Some(error);
                 self.source_ended = true;
             }
             self.write_ready()?;
-            if self.running.is_empty() && self.source_ended {
+            if self.has_failed() || self.running.is_empty() && self.source_ended {
                 break;
             }
             for output in self.engine.step().context("the engine failed")?.finished {
@@ -123,10 +140,16 @@ impl<'a> Batch<'a> {
         failure.map_or(Ok(()), Err)
     }
 
+    /// There was a failure, and it ends the run.
+    fn has_failed(&self) -> bool {
+        self.options.fail_fast && self.tally.failed > 0
+    }
+
     /// Gives the engine requests while there are some and there is room.
     fn fill(&mut self) -> anyhow::Result<()> {
         let seats = self.engine.limits().max_num_seqs;
         while !self.source_ended
+            && !self.has_failed()
             && self.running.len() < QUEUE_FACTOR * seats
             && self.slots.len() < SLOT_FACTOR * seats
         {
@@ -145,13 +168,25 @@ impl<'a> Batch<'a> {
         let mut slot = Slot { line, end, id: request.id, results: Vec::new() };
         let added = request.request.and_then(|request| {
             slot.results.resize(request.params.n, None);
-            self.engine.add_request(request).map_err(|e| crate::output::chain(&e.into()))
+            self.submit(request).map_err(|e| chain(&refusal(e)))
         });
         match added {
             Ok(id) => drop(self.running.insert(id, self.first_slot + self.slots.len() as u64)),
             Err(message) => slot.results = vec![Some(self.failed(&slot.id, line, &message))],
         }
         self.slots.push_back(slot);
+    }
+
+    fn submit(&mut self, request: LineRequest) -> Result<RequestId, RequestError> {
+        let LineRequest { input, params } = request;
+        let request = match input {
+            LineInput::Prompt(prompt) => Request::new(prompt, params),
+            LineInput::Chat(conversation) => {
+                let prompt = conversation.encode(self.engine)?;
+                answer_request(self.engine, prompt, params, self.options.answer_tokens)
+            }
+        };
+        self.engine.add_request(request)
     }
 
     /// Counts and shows an error and makes its result line.
@@ -179,7 +214,7 @@ impl<'a> Batch<'a> {
         } else {
             self.tally.finished(output);
             match self.format {
-                Format::Jsonl => result_line(&id, output, &self.engine.text().tokenizer)?,
+                Format::Jsonl => result_line(&id, line, output, &self.engine.text().tokenizer)?,
                 Format::Text => result_text(&id, line, output),
             }
         };

@@ -1,27 +1,28 @@
 //! `quire generate`: prompts of the command line, streamed, and JSONL batches.
 
 mod batch;
+mod latency;
 mod output_file;
 mod progress;
 mod request_line;
-mod result_line;
+mod resume;
 mod source;
 mod stream;
 mod summary;
 
 use crate::cli::{Format, GenerateArgs};
 use crate::output::{Output, counted, one_line, to_json};
-use crate::{Outcome, interrupt, load};
+use crate::{Outcome, conversation, interrupt, load, params};
 use anyhow::Context;
-use batch::Batch;
+use batch::{Batch, BatchOptions};
 use output_file::OutputFile;
 use progress::Progress;
-use quire_engine::sampling::ParamLimits;
 use quire_engine::{Engine, Request, SamplingParams};
-use quire_model_zoo::config::GenerationDefaults;
+use request_line::Defaults;
+use resume::{Names, Resumed, resume};
 use source::Source;
 use std::fs::File;
-use std::io::{IsTerminal, Read};
+use std::io::{BufReader, IsTerminal, Read};
 use std::path::Path;
 use std::time::Instant;
 use summary::Tally;
@@ -32,46 +33,102 @@ use summary::Tally;
 /// An argument or a file is unusable, or the run could not go on.
 pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     // Files first: whoever mistyped a name should not wait for a model.
-    let input = args.input.as_deref().map(Input::open).transpose()?;
-    let output = match &args.input {
-        Some(input) if args.output == Path::new("-") => {
-            output_file::check_stdout(input)?;
-            None
-        }
-        Some(input) => Some(OutputFile::check(&args.output, input, &args.model.model)?),
-        None => None,
-    };
+    let files = args.input.as_deref().map(|input| open_files(args, input)).transpose()?;
+    let model = &args.model.model;
+    let template = args.chat_template.as_deref().map(conversation::read_template).transpose()?;
     let options = args.model.load_options();
-    let files = load::open(&args.model.model)?;
-    let recommended = recommended(&files.generation, &args.model.model)?;
-    let mut engine = load::load(&files, &options)?;
-    let params = params(args, &recommended, &engine.param_limits())?;
-    interrupt::catch();
+    let mut model_files = load::open(model)?;
+    if let Some(template) = template {
+        conversation::set_template(&mut model_files, model, template)?;
+    }
+    let recommended = params::recommended(&model_files.generation, model)?;
+    let mut engine = load::load(&model_files, &options)?;
+    let mut params = recommended.clone();
+    args.sampling.apply(&mut params);
+    args.results.apply(&mut params);
+    params::check(&params, &recommended, &engine.param_limits(), model)?;
 
     let start = Instant::now();
     let seed = options.engine.seed;
-    let tally = match input {
-        Some(input) => {
-            let output = match output {
-                Some(file) => file.start()?,
-                None => Output::stdout(),
+    let tally = match files {
+        Some((input, output)) => {
+            let chat = SamplingParams { max_tokens: args.sampling.max_tokens(), ..params.clone() };
+            let defaults = Defaults { prompt: params, chat };
+            let batch = BatchOptions {
+                fail_fast: args.fail_fast,
+                answer_tokens: model_files.generation.max_new_tokens,
+                ..Default::default()
             };
-            input.batch(&mut engine, (params, seed), (output, args.format)).run()?
+            run_batch(args, (input, output), (defaults, seed), batch, &mut engine)?
         }
-        None if args.json => {
-            let source = Source::Prompts(requests(args, &params, seed).into_iter().enumerate());
-            let (name, progress) = ("prompt".to_owned(), Progress::hidden());
-            let output = (Output::stdout(), Format::Jsonl);
-            Batch::new(&mut engine, source, name, output, progress).run()?
+        None => {
+            interrupt::catch();
+            let requests = requests(args, &params, seed);
+            if args.json {
+                let (name, progress) = ("prompt".to_owned(), Progress::hidden());
+                let output = (Output::stdout(), Format::Jsonl);
+                let source = Source::prompts(requests);
+                Batch::new(&mut engine, source, name, output, progress, Default::default()).run()?
+            } else {
+                stream::stream(&mut engine, requests, Output::stdout())?
+            }
         }
-        None => stream::stream(&mut engine, requests(args, &params, seed), Output::stdout())?,
     };
     report_summary(&tally, &engine, start, args.json);
     Ok(match () {
         () if interrupt::requested() => Outcome::Interrupted,
-        () if tally.failed > 0 => Outcome::Failed,
+        () if tally.any_failed() => Outcome::Failed,
         () => Outcome::Done,
     })
+}
+
+/// The input and, unless it is standard output, the file for the results.
+fn open_files(args: &GenerateArgs, input: &Path) -> anyhow::Result<(Input, Option<OutputFile>)> {
+    let opened = Input::open(input)?;
+    if args.output == Path::new("-") {
+        anyhow::ensure!(!args.resume, "--resume needs the results of the first run: --output FILE");
+        output_file::check_stdout(input)?;
+        return Ok((opened, None));
+    }
+    anyhow::ensure!(!args.resume || args.format == Format::Jsonl, "--resume needs --format jsonl");
+    Ok((opened, Some(OutputFile::check(&args.output, input, &args.model.model)?)))
+}
+
+/// Runs the requests of a file. `defaults` and an engine's seed stand for what lines do not say.
+fn run_batch(
+    args: &GenerateArgs,
+    (input, output): (Input, Option<OutputFile>),
+    (defaults, seed): (Defaults, u64),
+    mut options: BatchOptions,
+    engine: &mut Engine,
+) -> anyhow::Result<Tally> {
+    let mut source = Source::lines(input.reader, input.length.is_some(), defaults, seed);
+    let results = match &output {
+        Some(file) if args.resume => file.content()?,
+        _ => None,
+    };
+    let resumed = match results {
+        Some(results) => {
+            let path = one_line(&args.output.display().to_string());
+            let names = Names { results: &path, input: &input.name };
+            resume(BufReader::new(results), &mut source, names)?
+        }
+        None => Resumed::default(),
+    };
+    interrupt::catch();
+    let output = match output {
+        Some(file) => file.start(resumed.bytes)?,
+        None => Output::stdout(),
+    };
+    // Two things that draw on one terminal would disturb each other.
+    let progress = if output.is_terminal() || !std::io::stderr().is_terminal() {
+        Progress::hidden()
+    } else {
+        Progress::new(input.length)
+    };
+    progress.skip(resumed.input_bytes);
+    options.kept = resumed.kept;
+    Batch::new(engine, source, input.name, (output, args.format), progress, options).run()
 }
 
 fn report_summary(tally: &Tally, engine: &Engine, start: Instant, json: bool) {
@@ -81,62 +138,23 @@ fn report_summary(tally: &Tally, engine: &Engine, start: Instant, json: bool) {
     } else {
         crate::report(summary.table().trim_end());
     }
-    if interrupt::requested() {
-        let done = tally.finished + tally.failed;
-        crate::report(&format!(
-            "error: interrupted; {} done, {} cut off",
-            counted(done, "request"),
-            tally.aborted
-        ));
-    }
-}
-
-/// What holds where neither a line nor a flag says otherwise: the engine's defaults, over them
-/// what the model's publisher recommends.
-fn recommended(file: &GenerationDefaults, model: &Path) -> anyhow::Result<SamplingParams> {
-    let mut params = SamplingParams::default();
-    params.temperature = file.temperature.unwrap_or(params.temperature);
-    params.top_p = file.top_p.unwrap_or(params.top_p);
-    params.min_p = file.min_p.unwrap_or(params.min_p);
-    params.top_k = match file.top_k {
-        None | Some(-1) => 0,
-        Some(k) => u32::try_from(k).with_context(|| {
-            let path = generation_config(model);
-            format!("{path}: top_k is {k}; it must be -1 to {}", u32::MAX)
-        })?,
+    let why = match () {
+        () if interrupt::requested() => "interrupted",
+        () if tally.stopped => "stopped at the first failure",
+        () => return,
     };
-    params.repetition_penalty = file.repetition_penalty.unwrap_or(params.repetition_penalty);
-    Ok(params)
-}
-
-/// What holds where a line does not say otherwise: `recommended`, over it the flags.
-fn params(
-    args: &GenerateArgs,
-    recommended: &SamplingParams,
-    limits: &ParamLimits,
-) -> anyhow::Result<SamplingParams> {
-    let mut params = recommended.clone();
-    args.sampling.apply(&mut params);
-    let Err(error) = params.validate(limits) else { return Ok(params) };
-    // Flags are not to blame for what is wrong without them.
-    let of_file = recommended.validate(limits).is_err_and(|other| other == error);
-    let error = anyhow::Error::from(error);
-    Err(if of_file { error.context(generation_config(&args.model.model)) } else { error })
+    let done = counted(tally.finished + tally.failed, "request");
+    crate::report(&format!("error: {why}; {done} done, {} cut off", tally.aborted));
 }
 
 /// The prompts of the command line.
 fn requests(args: &GenerateArgs, params: &SamplingParams, engine_seed: u64) -> Vec<Request> {
     let request = |(text, number): (&String, u64)| {
         let mut request = Request::new(text.as_str(), params.clone());
-        source::seed(&mut request, engine_seed, number);
+        source::seed(&mut request.params, engine_seed, number);
         request
     };
     args.prompt.iter().zip(1..).map(request).collect()
-}
-
-/// The path of the file with the publisher's recommendations, to be shown.
-fn generation_config(model: &Path) -> String {
-    model.join("generation_config.json").display().to_string()
 }
 
 /// An open JSONL input.
@@ -160,22 +178,5 @@ impl Input {
         anyhow::ensure!(!metadata.is_dir(), "cannot read {name}: it is a folder");
         let length = metadata.is_file().then_some(metadata.len());
         Ok(Input { name, reader: Box::new(file), length })
-    }
-
-    /// `defaults` and an engine's seed for what lines do not say.
-    fn batch(
-        self,
-        engine: &mut Engine,
-        (defaults, seed): (SamplingParams, u64),
-        output: (Output, Format),
-    ) -> Batch<'_> {
-        // Two things that draw on one terminal would disturb each other.
-        let progress = if output.0.is_terminal() || !std::io::stderr().is_terminal() {
-            Progress::hidden()
-        } else {
-            Progress::new(self.length)
-        };
-        let source = Source::lines(self.reader, self.length.is_some(), defaults, seed);
-        Batch::new(engine, source, self.name, output, progress)
     }
 }

@@ -1,6 +1,7 @@
 //! The file that results go to: found usable before the model is loaded, changed after.
 
-use crate::output::{Output, OutputError};
+use crate::output::{Output, OutputError, one_line};
+use anyhow::Context;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -45,16 +46,31 @@ impl OutputFile {
         Ok(OutputFile { path: path.to_owned(), existing: None })
     }
 
-    /// The output, emptied.
+    /// What is in the file, to be read; `None` for a file that is not there yet.
+    ///
+    /// # Errors
+    /// It cannot be read, or is no regular file.
+    pub fn content(&self) -> anyhow::Result<Option<File>> {
+        if self.existing.is_none() {
+            return Ok(None);
+        }
+        let name = one_line(&self.path.display().to_string());
+        let file = File::open(&self.path).with_context(|| format!("cannot read {name}"))?;
+        let metadata = file.metadata().with_context(|| format!("cannot read {name}"))?;
+        anyhow::ensure!(metadata.is_file(), "--resume needs a regular file; {name} is none");
+        Ok(Some(file))
+    }
+
+    /// The output, of whose old content the first `keep` bytes stay.
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn start(self) -> Result<Output, OutputError> {
+    pub fn start(self, keep: u64) -> Result<Output, OutputError> {
         let file = match self.existing {
             Some(file) => file,
             None => open(&self.path)?,
         };
-        Output::file(&self.path, file)
+        Output::file(&self.path, file, keep)
     }
 }
 
@@ -143,11 +159,13 @@ mod tests {
         let path = dir.path().join("out");
         let file = OutputFile::check(&path, Path::new("-"), dir.path()).unwrap();
         assert!(!path.exists());
-        file.start().unwrap().text("x").unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "x");
-        let file = OutputFile::check(&path, Path::new("-"), Path::new("none")).unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "x");
-        file.start().unwrap();
+        file.start(0).unwrap().text("xyz").unwrap();
+        let again = || OutputFile::check(&path, Path::new("-"), Path::new("none")).unwrap();
+        let file = again();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "xyz");
+        file.start(2).unwrap().text("a").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "xya");
+        again().start(0).unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
     }
 

@@ -25,6 +25,12 @@ impl Progress {
         Progress { bar: ProgressBar::hidden() }
     }
 
+    /// An earlier run has dealt with the input's first `end` bytes.
+    pub fn skip(&self, end: u64) {
+        self.bar.set_position(end);
+        self.bar.reset_eta();
+    }
+
     /// Results are written for the input's first `end` bytes.
     pub fn advance(&self, end: u64) {
         self.bar.set_position(end);

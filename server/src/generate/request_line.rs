@@ -4,9 +4,11 @@
 //! it, since a misspelt parameter that is silently ignored gives wrong results. A field that is
 //! null counts as not given. Ranges are checked by the engine.
 
+use crate::conversation::Conversation;
 use crate::output::cut;
 use quire_engine::engine::Prompt;
 use quire_engine::sampling::NumLogprobs;
+use quire_engine::text::chat::ChatMessage;
 use quire_engine::{Request, SamplingParams};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
@@ -14,6 +16,13 @@ use std::fmt;
 
 /// Longest id, in bytes.
 const MAX_ID_BYTES: usize = 1024;
+
+/// Fields that say what to continue; a line has one of them.
+const PROMPT_FIELDS: [&str; 3] = ["prompt", "prompt_token_ids", "messages"];
+
+/// Fields that say how messages become a prompt.
+const CHAT_FIELDS: [&str; 3] =
+    ["chat_template_kwargs", "add_generation_prompt", "continue_final_message"];
 
 /// Sampling parameters that a line may set.
 const SAMPLING_FIELDS: &[&str] = &[
@@ -51,7 +60,7 @@ const NOT_SUPPORTED: &[&str] = &[
     "response_format",
     "tools",
     "tool_choice",
-    "messages",
+    "documents",
     "stream",
     "echo",
     "suffix",
@@ -69,11 +78,44 @@ pub struct RequestLine {
     /// Null where the line has none, or none that could be read.
     pub id: Value,
     /// The request, or what is wrong with it.
-    pub request: Result<Request, String>,
+    pub request: Result<LineRequest, String>,
+}
+
+/// What a line asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LineRequest {
+    /// What to continue.
+    pub input: LineInput,
+    /// How.
+    pub params: SamplingParams,
+}
+
+impl From<Request> for LineRequest {
+    fn from(request: Request) -> Self {
+        LineRequest { input: LineInput::Prompt(request.prompt), params: request.params }
+    }
+}
+
+/// What a line gives to continue.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LineInput {
+    /// A prompt.
+    Prompt(Prompt),
+    /// Messages, which the chat template makes a prompt.
+    Chat(Box<Conversation>),
+}
+
+/// What holds where a line does not say otherwise.
+#[derive(Clone, Debug)]
+pub struct Defaults {
+    /// For prompts.
+    pub prompt: SamplingParams,
+    /// For messages; without `max_tokens`, their number follows from the context.
+    pub chat: SamplingParams,
 }
 
 /// Reads a line; `defaults` holds what it does not say.
-pub fn parse_line(text: &str, defaults: &SamplingParams) -> RequestLine {
+pub fn parse_line(text: &str, defaults: &Defaults) -> RequestLine {
     // The parser counts columns from the last line break.
     let text = text.trim_end_matches(['\r', '\n']);
     let Fields { known, problem } = match serde_json::from_str(text) {
@@ -147,14 +189,17 @@ impl Fields {
 }
 
 fn is_known(name: &str) -> bool {
-    ["id", "prompt", "prompt_token_ids"].contains(&name) || SAMPLING_FIELDS.contains(&name)
+    name == "id"
+        || [&PROMPT_FIELDS[..], &CHAT_FIELDS, SAMPLING_FIELDS].iter().any(|set| set.contains(&name))
 }
 
 fn unknown(name: &str) -> String {
     format!(
-        "unknown field {}; a line has id, prompt or prompt_token_ids, and of the sampling \
+        "unknown field {}; a line has id, one of {}, with messages {}, and of the sampling \
          parameters {}",
         shown(name),
+        PROMPT_FIELDS.join(", "),
+        CHAT_FIELDS.join(", "),
         SAMPLING_FIELDS.join(", ")
     )
 }
@@ -202,27 +247,66 @@ fn check_id(id: &Value) -> Result<(), String> {
     }
 }
 
-fn request(fields: &[(String, Value)], defaults: &SamplingParams) -> Result<Request, String> {
-    let mut params = defaults.clone();
-    let mut prompt = None;
-    for (name, value) in fields.iter().filter(|(name, value)| name != "id" && !value.is_null()) {
-        let given = match name.as_str() {
-            "prompt" => match value {
-                Value::String(text) => Prompt::Text(text.clone()),
-                other => return Err(wrong("prompt", "a string", other)),
-            },
-            "prompt_token_ids" => Prompt::Tokens(ids("prompt_token_ids", value)?),
-            _ => {
-                set(&mut params, name, value)?;
-                continue;
+fn request(fields: &[(String, Value)], defaults: &Defaults) -> Result<LineRequest, String> {
+    let given = || fields.iter().filter(|(_, value)| !value.is_null());
+    let has = |name: &str| given().any(|(other, _)| other == name);
+    let inputs: Vec<&str> = PROMPT_FIELDS.into_iter().filter(|name| has(name)).collect();
+    let is_chat = inputs.contains(&"messages");
+    if let Some(name) = CHAT_FIELDS.iter().find(|name| !is_chat && has(name)) {
+        return Err(format!("{name:?} is given without \"messages\""));
+    }
+    let mut params = if is_chat { defaults.chat.clone() } else { defaults.prompt.clone() };
+    let mut input = None;
+    for (name, value) in given().filter(|(name, _)| name != "id") {
+        match name.as_str() {
+            "prompt" => {
+                let text = value.as_str().ok_or_else(|| wrong("prompt", "a string", value))?;
+                input = Some(LineInput::Prompt(Prompt::Text(text.to_owned())));
             }
-        };
-        if prompt.replace(given).is_some() {
-            return Err("both \"prompt\" and \"prompt_token_ids\" are given".to_owned());
+            "prompt_token_ids" => {
+                input = Some(LineInput::Prompt(Prompt::Tokens(ids(name, value)?)))
+            }
+            "messages" => input = Some(LineInput::Chat(Box::new(conversation(fields, value)?))),
+            name if CHAT_FIELDS.contains(&name) => {}
+            name => set(&mut params, name, value)?,
         }
     }
-    let prompt = prompt.ok_or("neither \"prompt\" nor \"prompt_token_ids\" is given")?;
-    Ok(Request::new(prompt, params))
+    if inputs.len() > 1 {
+        return Err(format!("both {:?} and {:?} are given", inputs[0], inputs[1]));
+    }
+    let input = input.ok_or_else(|| {
+        let [prompt, ids, messages] = PROMPT_FIELDS;
+        format!("none of {prompt:?}, {ids:?} and {messages:?} is given")
+    })?;
+    Ok(LineRequest { input, params })
+}
+
+/// The messages of a line with what [`CHAT_FIELDS`] say.
+fn conversation(fields: &[(String, Value)], messages: &Value) -> Result<Conversation, String> {
+    let field = |name: &str| {
+        let found = fields.iter().find(|(other, value)| other == name && !value.is_null());
+        found.map(|(_, value)| value)
+    };
+    let flag = |name| field(name).map(|value| boolean(name, value)).transpose();
+    let Value::Array(messages) = messages else {
+        let rule = "a list of messages, such as [{\"role\": \"user\", \"content\": \"…\"}]";
+        return Err(wrong("messages", rule, messages));
+    };
+    if messages.is_empty() {
+        return Err("messages must not be empty".to_owned());
+    }
+    let read = |(i, message)| ChatMessage::from_json(i, message).map_err(|e| e.to_string());
+    let continue_final_message = flag("continue_final_message")?.unwrap_or(false);
+    Ok(Conversation {
+        messages: messages.iter().enumerate().map(read).collect::<Result<_, _>>()?,
+        add_generation_prompt: flag("add_generation_prompt")?.unwrap_or(!continue_final_message),
+        continue_final_message,
+        template_kwargs: match field("chat_template_kwargs") {
+            None => serde_json::Map::new(),
+            Some(Value::Object(kwargs)) => kwargs.clone(),
+            Some(other) => return Err(wrong("chat_template_kwargs", "an object", other)),
+        },
+    })
 }
 
 /// Sets one of [`SAMPLING_FIELDS`] to a value that is not null.

@@ -1,10 +1,39 @@
 use super::*;
+use quire_engine::text::chat::Content;
 use serde_json::json;
+
+/// Parses a line; messages and prompts have the same defaults.
+fn parse_with(line: &str, defaults: &SamplingParams) -> RequestLine {
+    parse_line(line, &Defaults { prompt: defaults.clone(), chat: defaults.clone() })
+}
+
+fn parse(line: &str) -> RequestLine {
+    parse_with(line, &SamplingParams::default())
+}
+
+fn request_of(prompt: impl Into<Prompt>, params: SamplingParams) -> LineRequest {
+    Request::new(prompt, params).into()
+}
 
 /// Parses `{"prompt": "x", "FIELD": VALUE}`.
 fn with(field: &str, value: &str) -> Result<SamplingParams, String> {
     let line = format!("{{\"prompt\": \"x\", \"{field}\": {value}}}");
-    parse_line(&line, &SamplingParams::default()).request.map(|request| request.params)
+    parse(&line).request.map(|request| request.params)
+}
+
+/// Parses `{"messages": […one…], "FIELD": VALUE}`.
+fn chat_with(field: &str, value: &str) -> Result<Conversation, String> {
+    let line = format!(
+        "{{\"messages\": [{{\"role\": \"user\", \"content\": \"x\"}}], \"{field}\": {value}}}"
+    );
+    parse(&line).request.map(conversation_of)
+}
+
+fn conversation_of(request: LineRequest) -> Conversation {
+    match request.input {
+        LineInput::Chat(conversation) => *conversation,
+        LineInput::Prompt(prompt) => panic!("{prompt:?}"),
+    }
 }
 
 fn changed(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
@@ -124,7 +153,7 @@ fn what_is_not_json_names_field_column_and_text() {
         ("5", "invalid type: integer `5`, expected a JSON object"),
         ("null", "invalid type: null, expected a JSON object"),
     ] {
-        let line = parse_line(text, &SamplingParams::default());
+        let line = parse(text);
         let error = line.request.unwrap_err();
         assert!(error.starts_with(&format!("not a valid request: {expected}")), "{error}");
         assert!(error.ends_with(jsonl) && !error.contains("column 0"), "{error}");
@@ -137,7 +166,7 @@ fn what_is_not_json_names_field_column_and_text() {
         ("{1: 2}", "key must be a string at column 2, near 1"),
         ("{\"a at line b\": NaN}", "field \"a at line b\": expected value at column 17, near NaN"),
     ] {
-        let error = parse_line(text, &SamplingParams::default()).request.unwrap_err();
+        let error = parse(text).request.unwrap_err();
         assert_eq!(error, format!("not a valid request: {expected}"));
     }
 }
@@ -157,8 +186,8 @@ fn null_is_not_given() {
     };
     let nulls = nulls(SAMPLING_FIELDS) + &nulls(NOT_SUPPORTED);
     let line = format!("{{\"prompt\": null, \"prompt_token_ids\": [1]{nulls}}}");
-    let request = parse_line(&line, &defaults).request;
-    assert_eq!(request, Ok(Request::new(vec![1], defaults)));
+    let request = parse_with(&line, &defaults).request;
+    assert_eq!(request, Ok(request_of(vec![1], defaults)));
     assert!(with("prompt_token_ids", "null").is_ok());
     assert!(with("max_token", "null").unwrap_err().starts_with("unknown field \"max_token\""));
 }
@@ -173,7 +202,6 @@ fn every_sampling_field_is_settable() {
 
 #[test]
 fn ids_are_kept_and_bounded() {
-    let parse = |line: &str| parse_line(line, &SamplingParams::default());
     let late = parse("{\"x\": [1, {\"y\": 2}], \"z\": 1, \"prompt\": 5, \"id\": \"late\"}");
     assert_eq!(late.id, json!("late"));
     assert!(late.request.unwrap_err().starts_with("unknown field \"x\""));
@@ -191,15 +219,27 @@ fn ids_are_kept_and_bounded() {
 fn nothing_is_silently_ignored() {
     assert!(with("max_token", "5").unwrap_err().starts_with("unknown field \"max_token\""));
     assert!(with("best_of", "2").unwrap_err().contains("\"best_of\" is not supported"));
+    for field in ["tools", "documents"] {
+        let error = chat_with(field, "[]").unwrap_err();
+        assert_eq!(error, format!("field {field:?} is not supported"));
+    }
+    for field in CHAT_FIELDS {
+        let error = with(field, "true").unwrap_err();
+        assert_eq!(error, format!("{field:?} is given without \"messages\""));
+    }
+    assert!(chat_with("prompt", "\"y\"").unwrap_err().starts_with("both "));
     assert!(with("use_beam_search", "true").unwrap_err().contains("not supported"));
     assert!(with("prompt", "\"y\"").unwrap_err().contains("\"prompt\" is there twice"));
     assert!(with("prompt_token_ids", "[1]").unwrap_err().starts_with("both "));
-    let missing = parse_line("{\"id\": 1}", &SamplingParams::default());
+    let missing = parse("{\"id\": 1}");
     assert_eq!(missing.id, json!(1));
-    assert!(missing.request.unwrap_err().starts_with("neither "));
+    assert_eq!(
+        missing.request.unwrap_err(),
+        "none of \"prompt\", \"prompt_token_ids\" and \"messages\" is given"
+    );
     let long = format!("{{\"{}\": 1}}", "x".repeat(10_000));
-    let error = parse_line(&long, &SamplingParams::default()).request.unwrap_err();
-    assert!(error.len() < 600, "{error}");
+    let error = parse(&long).request.unwrap_err();
+    assert!(error.len() < 750, "{error}");
 }
 
 #[test]
@@ -215,11 +255,11 @@ fn ids_come_back_as_they_are() {
         ("true", None),
     ] {
         let line = format!("{{\"id\": {id}, \"prompt\": \"x\"}}");
-        let line = parse_line(&line, &SamplingParams::default());
+        let line = parse(&line);
         assert_eq!(line.request.is_ok(), kept.is_some(), "{id}: {:?}", line.request);
         assert_eq!(line.id, kept.unwrap_or(Value::Null), "{id}");
     }
-    let bad = parse_line("{\"seed\": -1, \"id\": \"late\"}", &SamplingParams::default());
+    let bad = parse("{\"seed\": -1, \"id\": \"late\"}");
     assert!(bad.request.is_err());
     assert_eq!(bad.id, json!("late"));
 }
@@ -230,9 +270,69 @@ fn lines_override_the_defaults() {
         p.temperature = 0.0;
         p.stop = vec!["a".to_owned()];
     });
-    let parse = |text| parse_line(text, &defaults).request.unwrap();
+    let parse = |text| parse_with(text, &defaults).request.unwrap();
     let request = parse("{\"prompt\": \"x\"}");
-    assert_eq!(request, Request::new("x", defaults.clone()));
+    assert_eq!(request, request_of("x", defaults.clone()));
     let request = parse("{\"prompt_token_ids\": [1, 2], \"stop\": [], \"temperature\": 1}");
-    assert_eq!(request, Request::new(vec![1, 2], SamplingParams::default()));
+    assert_eq!(request, request_of(vec![1, 2], SamplingParams::default()));
+}
+
+#[test]
+fn messages_become_a_conversation() {
+    let line = r#"{"id": 1, "messages": [{"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": null, "tool_calls": []}], "top_k": 3,
+        "chat_template_kwargs": {"enable_thinking": false}, "add_generation_prompt": null}"#;
+    let defaults =
+        Defaults { prompt: SamplingParams::default(), chat: changed(|p| p.max_tokens = None) };
+    let request = parse_line(line, &defaults).request.unwrap();
+    let params = changed(|p| (p.max_tokens, p.top_k) = (None, 3));
+    assert_eq!(request.params, params);
+    let conversation = conversation_of(request);
+    let contents: Vec<_> = conversation.messages.iter().map(|m| m.content.clone()).collect();
+    let text = |text: &str| Content::Text(text.to_owned());
+    assert_eq!(contents, [text("s"), text("a\nb"), Content::Null]);
+    assert_eq!(conversation.template_kwargs["enable_thinking"], json!(false));
+    assert!(conversation.add_generation_prompt && !conversation.continue_final_message);
+    let own = "{\"messages\": [{\"role\": \"user\"}], \"max_tokens\": 4}";
+    assert_eq!(parse_line(own, &defaults).request.unwrap().params.max_tokens, Some(4));
+    let prompt = parse_line("{\"prompt\": \"x\", \"messages\": null}", &defaults);
+    assert_eq!(prompt.request, Ok(request_of("x", SamplingParams::default())));
+}
+
+#[test]
+fn a_continued_message_wants_no_new_answer() {
+    let flags = |field, value| {
+        let conversation = chat_with(field, value).unwrap();
+        (conversation.add_generation_prompt, conversation.continue_final_message)
+    };
+    assert_eq!(flags("continue_final_message", "true"), (false, true));
+    assert_eq!(flags("continue_final_message", "false"), (true, false));
+    assert_eq!(flags("add_generation_prompt", "false"), (false, false));
+    let both = "true, \"add_generation_prompt\": true";
+    assert_eq!(flags("continue_final_message", both), (true, true));
+}
+
+#[test]
+fn the_errors_of_wrong_types() {
+    let values = ["\"x\"", "5", "-1.5", "true", "[1.5]", "[null]", "{\"a\": []}"];
+    let mut text = String::new();
+    let mut record = |field: &str, with: &dyn Fn(&str) -> Option<String>| {
+        for value in values {
+            let error = with(value).unwrap_or_else(|| "-".to_owned());
+            text.push_str(&format!("{field} = {value}: {error}\n"));
+        }
+    };
+    record("id", &|value| with("id", value).err());
+    for field in PROMPT_FIELDS {
+        let line = |value: &str| format!("{{\"{field}\": {value}}}");
+        record(field, &|value| parse(&line(value)).request.err());
+    }
+    for field in CHAT_FIELDS {
+        record(field, &|value| chat_with(field, value).err());
+    }
+    for field in SAMPLING_FIELDS {
+        record(field, &|value| with(field, value).err());
+    }
+    insta::assert_snapshot!(text);
 }

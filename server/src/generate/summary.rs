@@ -1,5 +1,6 @@
 //! What a run amounted to: counts, rates, latencies.
 
+use super::latency::{Latencies, Latency};
 use crate::output::{counted, two_columns};
 use quire_engine::engine::EngineStats;
 use quire_engine::{Engine, RequestOutput};
@@ -15,13 +16,31 @@ pub struct Tally {
     pub failed: u64,
     /// Requests cut off by an interruption.
     pub aborted: u64,
+    /// The run ended at a failure.
+    pub stopped: bool,
+    /// What an earlier run has left.
+    pub kept: Kept,
     prompt_tokens: u64,
     output_tokens: u64,
-    ttft_ms: Vec<f64>,
-    tpot_ms: Vec<f64>,
+    ttft: Latencies,
+    tpot: Latencies,
+}
+
+/// Requests whose results an earlier run has left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// All of them.
+    pub requests: u64,
+    /// Those with an error.
+    pub failed: u64,
 }
 
 impl Tally {
+    /// Nothing yet, after an earlier run.
+    pub fn after(kept: Kept) -> Self {
+        Tally { kept, ..Default::default() }
+    }
+
     /// Counts a request that ended well.
     pub fn finished(&mut self, output: &RequestOutput) {
         self.finished += 1;
@@ -37,8 +56,13 @@ impl Tally {
     fn add_tokens(&mut self, output: &RequestOutput) {
         self.prompt_tokens += output.prompt_token_ids.len() as u64;
         self.output_tokens += output.token_ids.len() as u64;
-        self.ttft_ms.extend(output.metrics.ttft.map(milliseconds));
-        self.tpot_ms.extend(output.metrics.tpot.map(milliseconds));
+        output.metrics.ttft.into_iter().for_each(|ttft| self.ttft.add(ttft));
+        output.metrics.tpot.into_iter().for_each(|tpot| self.tpot.add(tpot));
+    }
+
+    /// A request failed, in this run or the one it goes on with.
+    pub fn any_failed(&self) -> bool {
+        self.failed + self.kept.failed > 0
     }
 
     /// The summary of a run on `engine` that took `wall`.
@@ -51,12 +75,13 @@ impl Tally {
             finished: self.finished,
             failed: self.failed,
             aborted: self.aborted,
+            kept: self.kept.requests,
             prompt_tokens: self.prompt_tokens,
             output_tokens: self.output_tokens,
             prompt_tokens_per_s: rate(self.prompt_tokens),
             output_tokens_per_s: rate(self.output_tokens),
-            ttft_ms: Latency::of(&self.ttft_ms),
-            tpot_ms: Latency::of(&self.tpot_ms),
+            ttft_ms: self.ttft.summary(),
+            tpot_ms: self.tpot.summary(),
             peak_kv_blocks: peak_blocks,
             num_kv_blocks: num_blocks,
             peak_kv_percent: 100.0 * peak_blocks as f64 / num_blocks as f64,
@@ -72,6 +97,7 @@ pub struct Summary {
     finished: u64,
     failed: u64,
     aborted: u64,
+    kept: u64,
     prompt_tokens: u64,
     output_tokens: u64,
     prompt_tokens_per_s: f64,
@@ -90,7 +116,7 @@ pub struct Summary {
 impl Summary {
     /// As a table; only the requests where none was run.
     pub fn table(&self) -> String {
-        if self.finished + self.failed + self.aborted == 0 {
+        if self.finished + self.failed + self.aborted + self.kept == 0 {
             return "no requests\n".to_owned();
         }
         let latency = |latency: Option<Latency>| match latency {
@@ -102,6 +128,9 @@ impl Summary {
         let mut requests = format!("{} finished, {} failed", self.finished, self.failed);
         if self.aborted > 0 {
             requests.push_str(&format!(", {} aborted", self.aborted));
+        }
+        if self.kept > 0 {
+            requests.push_str(&format!(", {} done before", self.kept));
         }
         if self.finished + self.aborted == 0 {
             return two_columns(&[("requests", requests)]);
@@ -126,58 +155,9 @@ impl Summary {
     }
 }
 
-/// Mean and percentiles, in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-struct Latency {
-    mean: f64,
-    p50: f64,
-    p99: f64,
-}
-
-impl Latency {
-    /// `None` of nothing.
-    fn of(values: &[f64]) -> Option<Self> {
-        let mut sorted = values.to_vec();
-        sorted.sort_by(f64::total_cmp);
-        Some(Latency {
-            mean: values.iter().sum::<f64>() / values.len() as f64,
-            p50: percentile(&sorted, 50)?,
-            p99: percentile(&sorted, 99)?,
-        })
-    }
-}
-
-/// The smallest value that at least `percent` of the sorted values do not exceed (nearest rank).
-fn percentile(sorted: &[f64], percent: usize) -> Option<f64> {
-    let rank = (sorted.len() * percent).div_ceil(100);
-    sorted.get(rank.saturating_sub(1)).copied()
-}
-
-/// Milliseconds, to the microsecond.
-pub fn milliseconds(duration: Duration) -> f64 {
-    duration.as_micros() as f64 / 1e3
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn percentiles_are_the_nearest_rank() {
-        let hundred: Vec<f64> = (1..=100).map(f64::from).collect();
-        for (values, percent, expected) in [
-            (&hundred[..], 50, Some(50.0)),
-            (&hundred[..], 99, Some(99.0)),
-            (&hundred[..1], 50, Some(1.0)),
-            (&hundred[..1], 99, Some(1.0)),
-            (&hundred[..2], 50, Some(1.0)),
-            (&hundred[..2], 99, Some(2.0)),
-            (&hundred[..3], 50, Some(2.0)),
-            (&[][..], 50, None),
-        ] {
-            assert_eq!(percentile(values, percent), expected, "{} {percent}", values.len());
-        }
-    }
 
     #[test]
     fn a_table_has_what_there_is_to_say() {
@@ -185,6 +165,7 @@ mod tests {
             finished,
             failed,
             aborted: 0,
+            kept: 0,
             prompt_tokens: finished,
             output_tokens: 2 * finished,
             prompt_tokens_per_s: 1.0,
@@ -202,12 +183,5 @@ mod tests {
         let table = summary(1, 0).table();
         assert!(table.contains("prompt       1 token, 1.0 tokens/s\n"), "{table}");
         assert!(table.contains("output       2 tokens, 2.0 tokens/s\n"), "{table}");
-    }
-
-    #[test]
-    fn latencies_sort_and_average() {
-        let latency = Latency::of(&[3.0, 1.0, 8.0]).unwrap();
-        assert_eq!(latency, Latency { mean: 4.0, p50: 3.0, p99: 8.0 });
-        assert_eq!(Latency::of(&[]), None);
     }
 }

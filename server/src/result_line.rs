@@ -1,7 +1,6 @@
 //! One result: a line of JSONL, or a text to be read.
 
-use super::summary::milliseconds;
-use crate::output::{counted, escaped, to_json};
+use crate::output::{counted, escaped, milliseconds, to_json};
 use quire_engine::sampling::TokenLogprob;
 use quire_engine::text::{TextError, Tokenizer};
 use quire_engine::{RequestOutput, StopReason, TokenLogprobs};
@@ -11,6 +10,8 @@ use serde_json::Value;
 #[derive(Serialize)]
 struct ResultLine<'a> {
     id: &'a Value,
+    /// Of the input, or number of the prompt.
+    line: u64,
     /// Which of the request's sequences.
     index: usize,
     text: &'a str,
@@ -73,6 +74,7 @@ struct ErrorDetail<'a> {
 /// The line of a request that ended well.
 pub fn result_line(
     id: &Value,
+    line: u64,
     output: &RequestOutput,
     tokenizer: &Tokenizer,
 ) -> Result<String, TextError> {
@@ -88,6 +90,7 @@ pub fn result_line(
     let metrics = &output.metrics;
     Ok(to_json(&ResultLine {
         id,
+        line,
         index: output.index,
         text: &output.text,
         token_ids: &output.token_ids,
