@@ -374,7 +374,8 @@ fn compare(
         prompt_tokens,
         max_abs_diff: Bounded { value: ours.max, limit: max_limit },
         mean_abs_diff: Bounded { value: ours.mean, limit: mean_limit },
-        kl_divergence: kl / prompt_tokens as f64,
+        // Rounding may leave it a hair below the 0 that it cannot be under.
+        kl_divergence: (kl / prompt_tokens as f64).max(0.0),
         greedy_tokens: golden.greedy.len(),
         greedy_agree,
         greedy_gap: Bounded { value: gap, limit: gap_limit },

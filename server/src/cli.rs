@@ -210,9 +210,9 @@ pub struct GenerateArgs {
 /// What the help of `chat` ends with.
 const CHAT_HELP: &str = "\
 In a terminal, a line is a message; one that ends in \\ goes on in the next, and lines between two
-lines of \"\"\" are one message. /help lists the commands. Ctrl-C stops an answer; at the prompt it
-ends the conversation, as Ctrl-D does. Standard input that is no terminal has one message a line,
-taken as it is.
+lines of \"\"\" are one message. /help lists the commands. Ctrl-C stops an answer, which stays
+in the conversation as far as it came; Ctrl-D ends. Standard input that is no terminal has one
+message a line that is not blank, taken as it is.
 
 When the conversation outgrows the context, the oldest messages and their answers are left out;
 the system message stays.";

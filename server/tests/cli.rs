@@ -591,7 +591,11 @@ fn ctrl_c_shows_what_ended_behind_the_prompt_it_cut_off() {
     let second = text.split_once("\n==> prompt 2 <==\n").expect("the second prompt").1;
     let second = second.split_once("\n==> prompt 3 <==\n").expect("the third prompt").0;
     assert!(!second.is_empty());
-    assert!(stderr(&output).contains("; 1 request done, 61 cut off"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("; 1 request finished, 0 failed, 61 cut off"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[cfg(unix)]

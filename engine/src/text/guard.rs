@@ -21,6 +21,44 @@ fn message(panic: &(dyn Any + Send)) -> String {
     format!("the tokenizer panicked: {text}")
 }
 
+/// Whether every precompiled character map in a `tokenizer.json` is as long as it says. The
+/// library takes the length of its table from the map itself, unchecked.
+pub(super) fn charsmaps_fit(json: &[u8]) -> bool {
+    let has_one = |text: &str| text.contains("precompiled_charsmap");
+    if !std::str::from_utf8(json).is_ok_and(has_one) {
+        return true;
+    }
+    // What is not JSON is refused by the tokenizer's own parser.
+    serde_json::from_slice(json).map_or(true, |value: Value| fits_within(&value["normalizer"]))
+}
+
+fn fits_within(normalizer: &Value) -> bool {
+    let parts = normalizer["normalizers"].as_array().into_iter().flatten();
+    let own = normalizer["precompiled_charsmap"].as_str().is_none_or(charsmap_fits);
+    own && parts.into_iter().all(fits_within)
+}
+
+/// The first four bytes, little-endian, are the length of the table that follows.
+fn charsmap_fits(base64: &str) -> bool {
+    let value = |c: u8| match c {
+        b'A'..=b'Z' => Some(c - b'A'),
+        b'a'..=b'z' => Some(c - b'a' + 26),
+        b'0'..=b'9' => Some(c - b'0' + 52),
+        b'+' => Some(62),
+        b'/' => Some(63),
+        _ => None,
+    };
+    // Six base64 characters hold the four bytes and four bits more.
+    let Some(head) = base64.as_bytes().first_chunk::<6>() else { return false };
+    let mut bits = 0u64;
+    for &c in head {
+        let Some(v) = value(c) else { return false };
+        bits = bits << 6 | u64::from(v);
+    }
+    let len = ((bits >> 4) as u32).swap_bytes();
+    (len as usize) <= base64.len() / 4 * 3
+}
+
 /// Bytes that one byte of text can become through the replacements of a normaliser or decoder.
 pub(super) fn growth(part: &impl Serialize) -> u64 {
     // Settings of the parts are private; their serialised form is the documented one.
@@ -76,6 +114,21 @@ mod tests {
             };
             assert!(!error.to_string().is_empty(), "{part}");
         }
+    }
+
+    #[test]
+    fn a_character_map_that_claims_gigabytes_is_refused() {
+        let map = |map: &str| format!(r#"{{"type":"Precompiled","precompiled_charsmap":"{map}"}}"#);
+        let within = |part: &str| format!(r#"{{"type":"Sequence","normalizers":[{part}]}}"#);
+        // 0xFFFF_FFFF, and four bytes of table with four to come.
+        for bad in ["/////wAAAAA=", "CAAAAAAAAAA="] {
+            assert_eq!(charsmap_fits(bad), bad.starts_with('C'), "{bad}");
+        }
+        for bad in [map("/////wAAAAA="), within(&map("/////wAAAAA="))] {
+            let refused = matches!(with("normalizer", &bad), Err(TextError::Parse { .. }));
+            assert!(refused, "{bad}");
+        }
+        assert!(!charsmap_fits("") && !charsmap_fits("AAAA"));
     }
 
     #[test]

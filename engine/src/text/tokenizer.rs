@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokenizers::DecoderWrapper;
 
 use super::chain::Chain;
-use super::guard::{MAX_GROWTH, growth, guarded};
+use super::guard::{MAX_GROWTH, charsmaps_fit, growth, guarded};
 use super::{MAX_TOKENIZER_BYTES, TextError};
 
 /// A tokenizer; clones share it.
@@ -55,6 +55,10 @@ impl Tokenizer {
     /// # Errors
     /// They are not a tokenizer, or one with a part that is not supported.
     pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, TextError> {
+        if !charsmaps_fit(bytes) {
+            let reason = "its precompiled character map is shorter than it says".to_owned();
+            return Err(TextError::Parse { path: path.into(), reason });
+        }
         let parse = || tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string());
         let tokenizer =
             guarded(parse).map_err(|reason| TextError::Parse { path: path.into(), reason })?;

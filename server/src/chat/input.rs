@@ -113,6 +113,9 @@ impl Input {
                 Ok(line) => Ok(Typed::Line(line)),
                 Err(ReadlineError::Interrupted) => Ok(Typed::Interrupted),
                 Err(ReadlineError::Eof) => Ok(Typed::End),
+                Err(ReadlineError::Io(e)) if e.kind() == std::io::ErrorKind::InvalidData => {
+                    Ok(Typed::Bad("what was typed is not UTF-8".to_owned()))
+                }
                 Err(error) => Err(error).context("cannot read the terminal"),
             }),
         }

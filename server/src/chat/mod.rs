@@ -93,6 +93,11 @@ impl Session {
                     self.fail(&problem)?;
                     false
                 }
+                // It may have been meant for an answer that has just ended.
+                Event::Interrupted if interactive => {
+                    crate::report("Ctrl-D or /exit ends the conversation");
+                    false
+                }
                 Event::Interrupted => return Ok(Outcome::Interrupted),
             };
             if interrupted && !interactive {

@@ -116,40 +116,39 @@ impl<'a> Batch<'a> {
             }
         }
         self.progress.finish();
-        self.tally.stopped = self.has_failed();
+        self.tally.stopped = self.options.fail_fast && self.tally.failed > 0;
         end.map(|()| self.tally)
     }
 
     fn run_steps(&mut self) -> anyhow::Result<()> {
         let mut failure = None;
-        while !interrupt::requested() && !self.has_failed() {
+        while !interrupt::requested() {
             if let Err(error) = self.fill() {
                 // What is running still ends well.
                 failure = Some(error);
                 self.source_ended = true;
             }
             self.write_ready()?;
-            if self.has_failed() || self.running.is_empty() && self.source_ended {
+            if self.running.is_empty() && self.source_ended {
                 break;
             }
             for output in self.engine.step().context("the engine failed")?.finished {
-                self.take(&output)?;
+                // One that ended in the step in which an earlier one failed is cut off too.
+                if self.running.contains_key(&output.request_id) {
+                    self.take(&output)?;
+                } else {
+                    self.tally.aborted(&output);
+                }
             }
             self.write_ready()?;
         }
         failure.map_or(Ok(()), Err)
     }
 
-    /// There was a failure, and it ends the run.
-    fn has_failed(&self) -> bool {
-        self.options.fail_fast && self.tally.failed > 0
-    }
-
     /// Gives the engine requests while there are some and there is room.
     fn fill(&mut self) -> anyhow::Result<()> {
         let seats = self.engine.limits().max_num_seqs;
         while !self.source_ended
-            && !self.has_failed()
             && self.running.len() < QUEUE_FACTOR * seats
             && self.slots.len() < SLOT_FACTOR * seats
         {
@@ -166,13 +165,20 @@ impl<'a> Batch<'a> {
     fn add(&mut self, entry: Entry) {
         let Entry { line, end, request } = entry;
         let mut slot = Slot { line, end, id: request.id, results: Vec::new() };
+        let number = self.first_slot + self.slots.len() as u64;
         let added = request.request.and_then(|request| {
-            slot.results.resize(request.params.n, None);
-            self.submit(request).map_err(|e| chain(&refusal(e)))
+            let n = request.params.n;
+            let id = self.submit(request).map_err(|e| chain(&refusal(e)))?;
+            // Not before the engine has checked it.
+            slot.results.resize(n, None);
+            Ok(id)
         });
         match added {
-            Ok(id) => drop(self.running.insert(id, self.first_slot + self.slots.len() as u64)),
-            Err(message) => slot.results = vec![Some(self.failed(&slot.id, line, &message))],
+            Ok(id) => drop(self.running.insert(id, number)),
+            Err(message) => {
+                slot.results = vec![Some(self.failed(&slot.id, line, &message))];
+                self.stop_behind(number);
+            }
         }
         self.slots.push_back(slot);
     }
@@ -204,12 +210,28 @@ impl<'a> Batch<'a> {
         }
     }
 
+    /// With `fail_fast`, what comes after slot `failed` is cut off; what is before it is finished,
+    /// so that the results have no gap.
+    fn stop_behind(&mut self, failed: u64) {
+        if !self.options.fail_fast {
+            return;
+        }
+        self.source_ended = true;
+        let behind = |(id, slot): (&RequestId, &u64)| (*slot > failed).then_some(*id);
+        let behind: Vec<RequestId> = self.running.iter().filter_map(behind).collect();
+        for id in behind {
+            self.running.remove(&id);
+            self.engine.abort(id).iter().for_each(|output| self.tally.aborted(output));
+        }
+    }
+
     /// Makes the result line of a request that ended.
     fn take(&mut self, output: &RequestOutput) -> anyhow::Result<()> {
         let slot = self.running[&output.request_id];
         let at = usize::try_from(slot - self.first_slot).expect("fewer slots than memory");
         let (id, line) = (self.slots[at].id.clone(), self.slots[at].line);
         let done = if let FinishReason::Error(message) = &output.finish_reason {
+            self.stop_behind(slot);
             self.failed(&id, line, message)
         } else {
             self.tally.finished(output);

@@ -91,6 +91,13 @@ fn open_files(args: &GenerateArgs, input: &Path) -> anyhow::Result<(Input, Optio
         return Ok((opened, None));
     }
     anyhow::ensure!(!args.resume || args.format == Format::Jsonl, "--resume needs --format jsonl");
+    if let Some(template) = &args.chat_template {
+        anyhow::ensure!(
+            !output_file::is_same_file(template, &args.output),
+            "{}: the output would overwrite the chat template",
+            args.output.display()
+        );
+    }
     Ok((opened, Some(OutputFile::check(&args.output, input, &args.model.model)?)))
 }
 
@@ -143,8 +150,9 @@ fn report_summary(tally: &Tally, engine: &Engine, start: Instant, json: bool) {
         () if tally.stopped => "stopped at the first failure",
         () => return,
     };
-    let done = counted(tally.finished + tally.failed, "request");
-    crate::report(&format!("error: {why}; {done} done, {} cut off", tally.aborted));
+    let (finished, failed) = (counted(tally.finished, "request"), tally.failed);
+    let cut = tally.aborted;
+    crate::report(&format!("error: {why}; {finished} finished, {failed} failed, {cut} cut off"));
 }
 
 /// The prompts of the command line.

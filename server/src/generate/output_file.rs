@@ -18,6 +18,11 @@ pub struct OutputFile {
     existing: Option<File>,
 }
 
+/// Whether both paths lead to one file that is there.
+pub fn is_same_file(a: &Path, b: &Path) -> bool {
+    FileId::of(a).is_some_and(|id| FileId::of(b).as_ref() == Some(&id))
+}
+
 impl OutputFile {
     /// Checks that `path` can be written and would overwrite neither `input`, where `-` is
     /// standard input, nor a file of the `model`. Changes nothing.

@@ -76,6 +76,7 @@ impl Tally {
             failed: self.failed,
             aborted: self.aborted,
             kept: self.kept.requests,
+            kept_failed: self.kept.failed,
             prompt_tokens: self.prompt_tokens,
             output_tokens: self.output_tokens,
             prompt_tokens_per_s: rate(self.prompt_tokens),
@@ -98,6 +99,7 @@ pub struct Summary {
     failed: u64,
     aborted: u64,
     kept: u64,
+    kept_failed: u64,
     prompt_tokens: u64,
     output_tokens: u64,
     prompt_tokens_per_s: f64,
@@ -131,6 +133,9 @@ impl Summary {
         }
         if self.kept > 0 {
             requests.push_str(&format!(", {} done before", self.kept));
+            if self.kept_failed > 0 {
+                requests.push_str(&format!(" ({} of them failed)", self.kept_failed));
+            }
         }
         if self.finished + self.aborted == 0 {
             return two_columns(&[("requests", requests)]);
@@ -166,6 +171,7 @@ mod tests {
             failed,
             aborted: 0,
             kept: 0,
+            kept_failed: 0,
             prompt_tokens: finished,
             output_tokens: 2 * finished,
             prompt_tokens_per_s: 1.0,

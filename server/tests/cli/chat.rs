@@ -199,3 +199,16 @@ fn lines_with_messages_are_answered() {
         assert_ne!(results[1]["token_ids"], Value::from(ids(1, 16)));
     }
 }
+
+#[test]
+fn results_do_not_overwrite_the_chat_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let template = write(&dir, "t.jinja", "{{ messages[0].content }}");
+    let input =
+        write(&dir, "in.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n");
+    let flags = ["--chat-template", &template, "--output", &template];
+    let output = quire(&[&["generate", MODEL, "--input", &input][..], &flags].concat());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("would overwrite the chat template"), "{}", stderr(&output));
+    assert!(fs::read_to_string(&template).unwrap().starts_with("{{"));
+}

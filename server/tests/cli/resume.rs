@@ -109,7 +109,8 @@ fn the_first_failure_can_end_the_run() {
     assert!(shown.contains(&format!("error: {input}:10: top_p must be")), "{shown}");
     assert!(shown.contains("error: stopped at the first failure; "), "{shown}");
     let left = json_lines(&fs::read_to_string(&output).unwrap());
-    assert!((1..=10).contains(&left.len()), "{left:?}");
+    // What came before it is finished.
+    assert_eq!(left.len(), 10, "{left:?}");
     assert_eq!(left.last().unwrap()["error"]["line"], 10);
 
     // The line is mended, and the run goes on.
@@ -119,4 +120,19 @@ fn the_first_failure_can_end_the_run() {
     let results = json_lines(&fs::read_to_string(&output).unwrap());
     let lines: Vec<u64> = results.iter().map(|result| result["line"].as_u64().unwrap()).collect();
     assert_eq!(lines, (1..=2010).collect::<Vec<_>>());
+}
+
+/// The engine refuses it; nothing is sized by it before.
+#[test]
+fn x16_a_gigantic_n_is_one_error_and_the_run_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = |n: u64| format!("{{\"prompt\": \"ab\", \"n\": {n}, \"max_tokens\": 1}}\n");
+    let input = write(&dir, "in.jsonl", line(100_000_000_000) + &line(2));
+    let output = dir.path().join("out.jsonl").display().to_string();
+    let ended = run(&input, &output, &[]);
+    assert_eq!(ended.status.code(), Some(1), "{}", stderr(&ended));
+    let results = json_lines(&fs::read_to_string(&output).unwrap());
+    assert_eq!(results.len(), 3, "{results:?}");
+    let message = results[0]["error"]["message"].as_str().unwrap();
+    assert!(message.contains("n must be from 1 to 1024"), "{message}");
 }
