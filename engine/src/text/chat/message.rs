@@ -46,6 +46,15 @@ impl ChatMessage {
         }
     }
 
+    /// The message with empty text where it has no content.
+    pub(super) fn with_text(&self) -> Self {
+        let content = match &self.content {
+            Content::Null => Content::Text(String::new()),
+            text => text.clone(),
+        };
+        Self { content, ..self.clone() }
+    }
+
     /// Reads message number `index` of a request.
     ///
     /// # Errors

@@ -17,7 +17,8 @@
 //!
 //! Known differences from Jinja2: there is no unary plus; `"\/"` is `/`; a line break behind
 //! `{% raw %}` is dropped; iterating `none` is iterating nothing; integers have 64 bits;
-//! comparisons of constants of different types do not fail; `%` knows `%s`, `%d` and `%%`.
+//! comparisons of constants of different types do not fail; `%` knows `%s`, `%d` and `%%`. A template
+//! that fails on a message without content is rendered again with empty content.
 
 mod clock;
 mod compile;
@@ -266,6 +267,21 @@ impl ChatTemplate {
         if options.add_generation_prompt && options.continue_final_message {
             return Err(ChatError::Continuation);
         }
+        let prompt = self.render_once(messages, options);
+        let has_null = messages.iter().any(|message| message.content == Content::Null);
+        if !(has_null && matches!(prompt, Err(ChatError::Render { .. }))) {
+            return prompt;
+        }
+        // Templates that put content together without a look take no content as empty content.
+        let filled: Vec<ChatMessage> = messages.iter().map(ChatMessage::with_text).collect();
+        self.render_once(&filled, options).or(prompt)
+    }
+
+    fn render_once(
+        &self,
+        messages: &[ChatMessage],
+        options: &RenderOptions<'_>,
+    ) -> Result<ChatPrompt, ChatError> {
         let input = Input { messages, options, special_tokens: &self.special_tokens };
         let (bytes, mut used) = input.measure()?;
         used.add(&self.source);

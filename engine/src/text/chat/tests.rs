@@ -280,3 +280,21 @@ fn generation_tags_mean_nothing_outside_of_text() {
                   {# {% generation %} #}{% set generation = 1 %}{{ generation }}";
     assert_eq!(render(source).unwrap(), "a{% generation %}1");
 }
+
+/// mistral-common #324, llama-cpp-python #1805: no content must not stop a template that puts
+/// content together without a look; one that looks sees that there is none.
+#[test]
+fn a48_no_content_is_empty_where_a_template_would_fail_on_it() {
+    let render = |source: &str| {
+        let template = ChatTemplate::new(source, ChatTemplateOptions::default()).unwrap();
+        let null = ChatMessage { content: Content::Null, ..ChatMessage::new("assistant", "") };
+        let messages = [ChatMessage::new("user", "hi"), null];
+        template.render(&messages, &RenderOptions::default()).map(|prompt| prompt.text)
+    };
+    let together = "{% for m in messages %}<{{ m.role + ':' + m.content }}>{% endfor %}";
+    assert_eq!(render(together).unwrap(), "<user:hi><assistant:>");
+    let looks = "{% for m in messages %}{{ m.content is none }} {% endfor %}";
+    assert_eq!(render(looks).unwrap(), "False True ");
+    let fails = render("{{ messages[1].content + 5 }}").unwrap_err();
+    assert!(matches!(fails, ChatError::Render { .. }), "{fails}");
+}
