@@ -22,6 +22,8 @@ enum Fault {
     Before,
     /// After everything was: the cache is written and results are there, but wrong.
     After,
+    /// Not the step but one row, as if its logits were NaN.
+    Row(usize),
 }
 
 /// An executor that fails at some of its calls.
@@ -56,6 +58,10 @@ impl Executor for Failing {
         self.num_calls += 1;
         if fault != Some(Fault::Before) {
             self.inner.execute(input, sampling, capture, out)?;
+        }
+        if let Some(Fault::Row(row)) = fault {
+            out.samples[row] = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
+            return Ok(());
         }
         if fault.is_none() {
             return Ok(());
@@ -218,51 +224,15 @@ fn a_token_that_cannot_be_decoded_ends_its_request_alone() {
     }
 }
 
-/// Spoils the answer of one row of the first step, as if one position's logits were NaN.
-struct OneBadRow {
-    inner: Box<dyn Executor>,
-    row: Option<usize>,
-}
-
-impl Executor for OneBadRow {
-    fn model(&self) -> &ModelInfo {
-        self.inner.model()
-    }
-
-    fn backend(&self) -> BackendInfo {
-        self.inner.backend()
-    }
-
-    fn kv_layout(&self) -> &KvLayout {
-        self.inner.kv_layout()
-    }
-
-    fn execute(
-        &mut self,
-        input: &ForwardInput,
-        sampling: &SamplingBatch,
-        capture: &[bool],
-        out: &mut ExecutorOutput,
-    ) -> Result<(), BackendError> {
-        self.inner.execute(input, sampling, capture, out)?;
-        if let Some(row) = self.row.take() {
-            out.samples[row] = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
-        }
-        Ok(())
-    }
-}
-
 #[test]
 fn one_bad_row_of_a_prompt_ends_its_request_and_no_other() {
     let model = TinyModel::new(1);
     let asked = SamplingParams { prompt_logprobs: Some(NumLogprobs::Top(0)), ..greedy(4) };
     let requests = [Request::new("the prompt", asked), Request::new("a mate", greedy(4))];
-    let setup = Setup::cpu(DType::F32);
-    let mate = Fingerprint::from(&run_all(&mut model.engine(&setup), &requests[1..])[0]);
+    let mate = Fingerprint::from(&run_all(&mut engine(&model, |_| None), &requests[1..])[0]);
     // The prompt has a row a position, the last of which samples.
     for row in 0.."the prompt".len() {
-        let wrap = |inner| -> Box<dyn Executor> { Box::new(OneBadRow { inner, row: Some(row) }) };
-        let mut engine = model.engine_with(&setup, model.text(), wrap);
+        let mut engine = engine(&model, move |call| (call == 0).then_some(Fault::Row(row)));
         let outputs = run_all(&mut engine, &requests);
         let failed = matches!(outputs[0].finish_reason, FinishReason::Error(_));
         assert!(failed && outputs[0].token_ids.is_empty(), "row {row}: {:?}", outputs[0]);
