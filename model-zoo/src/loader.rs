@@ -148,7 +148,6 @@ impl ModelFiles {
         let tokenizer = file.tokenizer()?;
         let spec = file.spec()?;
         let mut eos_token_ids = spec.eos.clone();
-        eos_token_ids.extend(tokenizer.eos.iter().filter(|id| !spec.eos.contains(id)));
         let chat_template = gguf_template(&tokenizer);
         let prepend_bos = tokenizer.bos.filter(|_| tokenizer.add_bos);
         let tokenizer = Tokenizer::from_inner(tokenizer.tokenizer);

@@ -25,7 +25,6 @@ pub struct CpuBackend {
     /// One sampler a worker.
     samplers: Vec<Mutex<Sampler>>,
     samples: Vec<SampleOutput>,
-    huge_pages: bool,
 }
 
 impl CpuBackend {
@@ -44,14 +43,7 @@ impl CpuBackend {
         let ctx = Ctx::new(isa.unwrap_or_else(Isa::detect), threads)
             .map_err(|e| unsupported(e.to_string()))?;
         let samplers = (0..threads).map(|_| Mutex::new(Sampler::new(ctx.isa))).collect();
-        Ok(CpuBackend {
-            ctx,
-            dtype,
-            step: ForwardInput::default(),
-            samplers,
-            samples: Vec::new(),
-            huge_pages: false,
-        })
+        Ok(CpuBackend { ctx, dtype, step: ForwardInput::default(), samplers, samples: Vec::new() })
     }
 
     fn kernel_dtype(&self) -> Dtype {
@@ -125,7 +117,6 @@ impl Backend for CpuBackend {
             threads: self.ctx.pool.threads(),
             dtype: self.dtype,
             batch_invariant: true,
-            huge_pages: if self.huge_pages { "asked for" } else { "not in use" }.to_owned(),
         }
     }
 
@@ -162,7 +153,6 @@ impl Backend for CpuBackend {
         if let Some(error) = failure.into_inner().expect("no panic holds it") {
             return Err(BackendError::Source(error));
         }
-        self.huge_pages |= packed.huge_pages_requested();
         Ok(CpuMatrix { packed, layout, n })
     }
 

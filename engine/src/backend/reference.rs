@@ -137,7 +137,6 @@ impl Backend for ReferenceBackend {
             threads: 1,
             dtype: self.dtype,
             batch_invariant: true,
-            huge_pages: "not asked for".into(),
         }
     }
 

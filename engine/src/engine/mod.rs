@@ -147,7 +147,7 @@ impl Engine {
 
     /// Counters since the start.
     pub fn stats(&self) -> EngineStats {
-        self.stats
+        EngineStats { num_preemptions: self.scheduler.num_preemptions(), ..self.stats }
     }
 
     /// Requests that have not ended.
@@ -309,7 +309,6 @@ impl Engine {
     pub fn step(&mut self) -> Result<StepOutput, EngineError> {
         let mut out = StepOutput::default();
         self.scheduler.schedule(&mut self.plan);
-        self.stats.num_preemptions = self.scheduler.num_preemptions();
         if self.plan.scheduled.is_empty() {
             return Ok(out);
         }

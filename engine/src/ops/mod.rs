@@ -116,8 +116,6 @@ pub struct BackendInfo {
     pub dtype: DType,
     /// A request's results do not depend on what else is in the batch.
     pub batch_invariant: bool,
-    /// State of huge pages for weights and KV, in words.
-    pub huge_pages: String,
 }
 
 /// Errors a backend can return; after any of them in a step the step's results are void.

@@ -62,9 +62,12 @@ impl Sampler {
             let x = logits[i as usize];
             x > f32::NEG_INFINITY && order_key(x) >= least_key
         }));
+        // Without top-k, top-p is of all that passes min-p.
+        let whole_mass = (row.top_k == 0 && row.top_p < 1.0)
+            .then(|| vecmath::fixed_sum(self.isa, &self.weights, row.min_p, MASS_ONE));
         if weigh_all {
-            let top_p = if row.top_k == 0 { row.top_p } else { 1.0 };
-            let least_weight = row.min_p.max(self.top_p_bound(row.min_p, top_p));
+            let bound = whole_mass.map_or(0.0, |total| top_p_bound(row.top_p, total, logits.len()));
+            let least_weight = row.min_p.max(bound);
             ids.retain(|&i| self.weights[i as usize] >= least_weight);
         }
         self.ids = ids;
@@ -77,10 +80,7 @@ impl Sampler {
                 true => mass(weights[id as usize]),
                 false => mass(vecmath::exp(logits[id as usize])),
             };
-            let total: u64 = match row.top_k {
-                0 => vecmath::fixed_sum(self.isa, &weights, row.min_p, MASS_ONE),
-                _ => self.ids.iter().map(|&i| mass(i)).sum(),
-            };
+            let total = whole_mass.unwrap_or_else(|| self.ids.iter().map(|&i| mass(i)).sum());
             self.keep(logits, target_mass(row.top_p, total), mass);
             self.weights = weights;
         }
@@ -95,18 +95,6 @@ impl Sampler {
         self.keys.clear();
         self.keys.extend(maxima.map(order_key));
         cut(&self.keys, |_| 1, u64::from(k), &mut self.histogram)
-    }
-
-    /// A weight that every token within `top_p` of the mass reaches. All tokens below
-    /// (1 − top_p) / n of the mass together have less than what may be left out; half of that
-    /// leaves room for rounding.
-    fn top_p_bound(&self, min_p: f32, top_p: f32) -> f32 {
-        if top_p >= 1.0 {
-            return 0.0;
-        }
-        let total = vecmath::fixed_sum(self.isa, &self.weights, min_p, MASS_ONE);
-        let spare = (total - target_mass(top_p, total)) / self.weights.len() as u64;
-        (spare / 2) as f32 / MASS_ONE
     }
 
     /// Keeps the most likely of `ids` that together weigh `target`, ties included.
@@ -127,6 +115,14 @@ fn mass(weight: f32) -> u64 {
 /// The mass that top-p keeps of `total`.
 fn target_mass(top_p: f32, total: u64) -> u64 {
     ((f64::from(top_p) * total as f64).ceil() as u64).clamp(1, total)
+}
+
+/// A weight that every token within `top_p` of the mass `total` of `n` tokens reaches. All tokens
+/// below (1 − top_p) / n of it together have less than what may be left out; half of that leaves
+/// room for rounding.
+fn top_p_bound(top_p: f32, total: u64, n: usize) -> f32 {
+    let spare = (total - target_mass(top_p, total)) / n as u64;
+    (spare / 2) as f32 / MASS_ONE
 }
 
 /// Chooses the token of one row of `batch`, or takes the given one. `logits` (`[vocab]`, padding
