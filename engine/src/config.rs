@@ -1,23 +1,45 @@
 //! Sizes and limits of an engine, and how they follow from a model and the machine.
 
 use crate::kv::BLOCK_SIZES;
+use crate::kv::PrefixHasher;
 use crate::model::ModelInfo;
 use crate::ops::DType;
 use crate::sampling::DEFAULT_MAX_LOGPROBS;
-use crate::scheduler::SchedulerConfig;
+use crate::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 
 /// Most tokens a step may have.
 pub const MAX_BATCHED_TOKENS: usize = 1 << 16;
 /// Most sequences a step may have.
 pub const MAX_SEQS: usize = 4096;
 
+/// Tokens in a step unless set; lowered where a step would take longer than
+/// [`DEFAULT_STEP_MS`].
+pub const DEFAULT_BATCHED_TOKENS: usize = 512;
+/// Milliseconds that a full step shall take at most, by the speed measured at start.
+pub const DEFAULT_STEP_MS: u64 = 250;
+
+/// What becomes of the blocks of a preempted sequence: see [`Preemption`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PreemptionMode {
+    /// The cheaper of both, by costs measured at start.
+    #[default]
+    Auto,
+    /// By these costs.
+    Costs(PreemptionCosts),
+    /// Computed anew.
+    Recompute,
+    /// Copied to the host while there is room.
+    Swap,
+}
+
 /// What a user sets. `None` is derived from the model and the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
     /// Sequences in one step.
     pub max_num_seqs: usize,
-    /// Tokens in one step.
-    pub max_num_batched_tokens: usize,
+    /// Tokens in one step; default: [`DEFAULT_BATCHED_TOKENS`], fewer where that takes longer than
+    /// [`DEFAULT_STEP_MS`] by the speed measured at start.
+    pub max_num_batched_tokens: Option<usize>,
     /// Tokens of one sequence, prompt and output; default: what the model was trained for.
     pub max_model_len: Option<usize>,
     /// Tokens a KV block holds.
@@ -27,6 +49,16 @@ pub struct EngineConfig {
     pub kv_cache_bytes: Option<usize>,
     /// Number of KV blocks, instead of `kv_cache_bytes`.
     pub num_blocks: Option<usize>,
+    /// Bytes of host memory for swapped-out blocks.
+    pub swap_bytes: usize,
+    /// Equal prefixes share blocks.
+    pub prefix_caching: bool,
+    /// Who comes first.
+    pub policy: Policy,
+    /// What becomes of the blocks of a preempted sequence.
+    pub preemption: PreemptionMode,
+    /// Plan each step before the results of the one before are applied.
+    pub async_scheduling: bool,
     /// Most log-probabilities a request may ask for at one position.
     pub max_logprobs: u32,
     /// Seed of requests that bring none.
@@ -37,11 +69,16 @@ impl Default for EngineConfig {
     fn default() -> Self {
         EngineConfig {
             max_num_seqs: 64,
-            max_num_batched_tokens: 512,
+            max_num_batched_tokens: None,
             max_model_len: None,
             block_size: 16,
             kv_cache_bytes: None,
             num_blocks: None,
+            swap_bytes: 0,
+            prefix_caching: true,
+            policy: Policy::Fcfs,
+            preemption: PreemptionMode::Auto,
+            async_scheduling: false,
             max_logprobs: DEFAULT_MAX_LOGPROBS,
             seed: 0,
         }
@@ -96,8 +133,21 @@ pub struct ResolvedConfig {
     pub kv_cache_bytes: usize,
     /// Most log-probabilities a request may ask for at one position.
     pub max_logprobs: u32,
+    /// What is to be measured at start.
+    pub measure: Measure,
+    /// Plan each step before the results of the one before are applied.
+    pub async_scheduling: bool,
     /// What was lowered and why, for the user to read.
     pub notes: Vec<String>,
+}
+
+/// What an engine measures when it starts, as the user did not set it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Measure {
+    /// How many tokens a step of [`DEFAULT_STEP_MS`] computes.
+    pub budget: bool,
+    /// What preemption costs.
+    pub preemption_costs: bool,
 }
 
 fn in_range(
@@ -128,7 +178,7 @@ impl EngineConfig {
                 available: available_bytes,
             })?;
         in_range("max_num_seqs", self.max_num_seqs, 1..=MAX_SEQS)?;
-        let tokens = self.max_num_batched_tokens;
+        let tokens = self.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
         in_range("max_num_batched_tokens", tokens, 1..=MAX_BATCHED_TOKENS)?;
         if !BLOCK_SIZES.contains(&self.block_size) {
             let rule = format!("one of {BLOCK_SIZES:?}");
@@ -174,8 +224,25 @@ impl EngineConfig {
             max_model_len,
             block_size: self.block_size,
             num_blocks,
+            num_swap_blocks: (self.swap_bytes / block_bytes).min(i32::MAX as usize),
+            // Static batching is the classic baseline and shares nothing.
+            prefix_cache: (self.prefix_caching && self.policy != Policy::Static)
+                .then(|| PrefixHasher::new(&model.cache_identity(dtype), self.block_size)),
+            window: model.window,
+            policy: self.policy,
+            preemption: match self.preemption {
+                PreemptionMode::Recompute => Preemption::Recompute,
+                PreemptionMode::Swap => Preemption::Swap,
+                PreemptionMode::Costs(costs) => Preemption::Auto(costs),
+                PreemptionMode::Auto => Preemption::Auto(PreemptionCosts::default()),
+            },
         };
         Ok(ResolvedConfig {
+            measure: Measure {
+                budget: self.max_num_batched_tokens.is_none(),
+                preemption_costs: self.preemption == PreemptionMode::Auto && self.swap_bytes > 0,
+            },
+            async_scheduling: self.async_scheduling,
             scheduler,
             kv_cache_bytes: num_blocks * block_bytes,
             max_logprobs: self.max_logprobs,
@@ -277,6 +344,7 @@ mod tests {
             num_kv_heads: 2,
             head_dim: 64,
             hidden_size: 64,
+            window: None,
         }
     }
 

@@ -27,9 +27,16 @@ pub struct ModelInfo {
     pub head_dim: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
+    /// The largest attention window, where every layer has one.
+    pub window: Option<usize>,
 }
 
 impl ModelInfo {
+    /// A text that differs wherever equal tokens give other K and V; names the prefix cache.
+    pub fn cache_identity(&self, dtype: crate::DType) -> String {
+        format!("{self:?} {dtype:?}")
+    }
+
     /// The KV cache this model needs, with `num_blocks` blocks of `block_size` tokens.
     pub fn kv_layout(&self, num_blocks: usize, block_size: usize, dtype: crate::DType) -> KvLayout {
         KvLayout {

@@ -221,6 +221,10 @@ pub fn model_info(spec: &DecoderSpec) -> ModelInfo {
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
         hidden_size: spec.hidden_size,
+        window: spec
+            .windows
+            .iter()
+            .try_fold(0, |widest, window| window.map(|w| widest.max(w as usize))),
     }
 }
 

@@ -145,15 +145,14 @@ impl ModelArgs {
             threads: flags.threads,
             engine: EngineConfig {
                 max_num_seqs: flags.max_num_seqs.unwrap_or(default.max_num_seqs),
-                max_num_batched_tokens: flags
-                    .max_num_batched_tokens
-                    .unwrap_or(default.max_num_batched_tokens),
+                max_num_batched_tokens: flags.max_num_batched_tokens,
                 max_model_len: flags.max_model_len,
                 block_size: flags.block_size.unwrap_or(default.block_size),
                 kv_cache_bytes: flags.kv_cache_memory,
                 num_blocks: flags.num_blocks_override,
                 max_logprobs: flags.max_logprobs.unwrap_or(default.max_logprobs),
                 seed: flags.seed,
+                ..default
             },
         }
     }

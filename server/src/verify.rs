@@ -37,7 +37,7 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
     let mut options = args.model.load_options();
     if !args.model.sets_batched_tokens() {
-        options.engine.max_num_batched_tokens = BATCHED_TOKENS;
+        options.engine.max_num_batched_tokens = Some(BATCHED_TOKENS);
     }
     let files = load::open(model)?;
     if args.layers {
@@ -65,7 +65,7 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
             threads: backend.threads,
             dtype: backend.dtype.to_string(),
             block_size: options.engine.block_size,
-            max_num_batched_tokens: options.engine.max_num_batched_tokens,
+            max_num_batched_tokens: engine.limits().max_num_batched_tokens,
             report: &report,
         })?;
     } else {

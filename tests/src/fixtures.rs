@@ -6,6 +6,7 @@ use quire_engine::backend::{CpuBackend, Isa, ReferenceBackend};
 use quire_engine::engine::TextConfig;
 use quire_engine::ops::Backend;
 use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::scheduler::SchedulerConfig;
 use quire_engine::text::Tokenizer;
 use quire_engine::{DType, Engine, EngineConfig};
 use quire_model_zoo::decoder::{Decoder, DecoderLimits, model_info};
@@ -169,15 +170,15 @@ impl TinyModel {
             max_tokens: resolved.scheduler.max_num_batched_tokens,
             max_positions: resolved.scheduler.max_model_len,
         };
-        let blocks = (resolved.scheduler.num_blocks, resolved.scheduler.block_size);
+        let sizes = &resolved.scheduler;
         let executor = match setup.place {
             Place::Reference => {
-                self.executor(ReferenceBackend::new(setup.dtype), &limits, blocks, setup.dtype)
+                self.executor(ReferenceBackend::new(setup.dtype), &limits, sizes, setup.dtype)
             }
             Place::Cpu { isa, threads } => {
                 let backend = CpuBackend::new(setup.dtype, Some(isa), Some(threads))
                     .expect("the instruction set is available");
-                self.executor(backend, &limits, blocks, setup.dtype)
+                self.executor(backend, &limits, sizes, setup.dtype)
             }
         };
         Engine::new(wrap(executor), text, resolved, setup.engine.seed)
@@ -187,13 +188,14 @@ impl TinyModel {
         &self,
         mut backend: B,
         limits: &DecoderLimits,
-        (num_blocks, block_size): (usize, usize),
+        sizes: &SchedulerConfig,
         dtype: DType,
     ) -> Box<dyn Executor> {
         let model = Decoder::load(&self.spec, self, &mut backend, limits, &mut |_| ())
             .expect("the weights fit the spec");
-        let layout = model_info(&self.spec).kv_layout(num_blocks, block_size, dtype);
-        let mut runner = ModelRunner::new(backend, model, layout).expect("a small KV cache");
+        let layout = model_info(&self.spec).kv_layout(sizes.num_blocks, sizes.block_size, dtype);
+        let mut runner = ModelRunner::new(backend, model, layout, sizes.num_swap_blocks)
+            .expect("a small KV cache");
         runner.parts_mut().1.poison();
         Box::new(runner)
     }
@@ -223,15 +225,22 @@ impl WeightSource for TinyModel {
     }
 }
 
-/// A KV cache that tests can fill with NaN.
+/// A KV cache that tests can fill with NaN and look into.
 pub trait Poison {
     /// Sets every key and value to NaN.
     fn poison(&mut self);
+
+    /// The bits of every key and value of a block, in all layers.
+    fn block_bits(&self, block: u32) -> Vec<u32>;
 }
 
 impl Poison for RefKvCache {
     fn poison(&mut self) {
         self.fill(f32::NAN);
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        self.block_values(block).map(f32::to_bits).collect()
     }
 }
 
@@ -239,6 +248,23 @@ impl Poison for quire_kernels_cpu::KvCache {
     fn poison(&mut self) {
         // NaN as one f32 and as two bf16.
         self.fill(0xFFFF_FFFF);
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        let shape = *self.shape();
+        let (block, mut bits) = (block as usize, Vec::new());
+        let mut head_values = vec![0.0; shape.head_dim];
+        for layer in 0..shape.layers {
+            for (head, slot) in (0..shape.kv_heads * shape.block_size)
+                .map(|i| (i / shape.block_size, i % shape.block_size))
+            {
+                self.read_k(layer, block, slot, head, &mut head_values);
+                bits.extend(head_values.iter().map(|x| x.to_bits()));
+                self.read_v(layer, block, slot, head, &mut head_values);
+                bits.extend(head_values.iter().map(|x| x.to_bits()));
+            }
+        }
+        bits
     }
 }
 

@@ -4,6 +4,7 @@
 //! * [`harness`]: one op at a time on any backend, with inputs that arrive bit for bit.
 //! * [`conformance`]: the cases of each op, and how far two backends may differ.
 //! * [`oracle`]: a request run alone, and what two runs must agree on.
+//! * [`sim`]: deterministic simulation of the scheduler and the block pool.
 //! * [`strategies`]: proptest strategies for shapes, ragged batches and request mixes.
 #![forbid(unsafe_code)]
 
@@ -12,4 +13,5 @@ pub mod fixtures;
 pub mod harness;
 pub mod oracle;
 pub mod rng;
+pub mod sim;
 pub mod strategies;

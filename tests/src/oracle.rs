@@ -89,7 +89,7 @@ pub fn run_all(engine: &mut Engine, requests: &[Request]) -> Vec<RequestOutput> 
 pub fn run_alone(model: &TinyModel, setup: &Setup, request: &Request) -> RequestOutput {
     let config = EngineConfig {
         max_num_seqs: 1,
-        max_num_batched_tokens: model.spec.max_position_embeddings,
+        max_num_batched_tokens: Some(model.spec.max_position_embeddings),
         seed: setup.engine.seed,
         ..Default::default()
     };

@@ -89,7 +89,7 @@ fn prompt_logprobs_come_once_through_chunks_and_preemption() {
         let mut preemptions = 0;
         for budget in [1, 7, 64, 65, 300] {
             let mut engine = model.engine(&setup.with(EngineConfig {
-                max_num_batched_tokens: budget,
+                max_num_batched_tokens: Some(budget),
                 max_model_len: Some(168),
                 block_size: 8,
                 num_blocks: Some(26),
@@ -107,7 +107,7 @@ fn prompt_logprobs_come_once_through_chunks_and_preemption() {
                     assert_eq!(&got, alone, "budget {budget}");
                 }
             }
-            preemptions += engine.stats().num_preemptions;
+            preemptions += engine.stats().num_preemptions();
         }
         assert!(preemptions > 4, "only {preemptions} preemptions");
     }

@@ -3,7 +3,7 @@
 
 use quire_engine::engine::{LlmError, TextConfig};
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{BackendError, BackendInfo, ForwardInput, KvLayout};
+use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, ForwardInput, KvLayout};
 use quire_engine::runner::{Executor, ExecutorOutput};
 use quire_engine::sampling::{NumLogprobs, RowError, SampleOutput, SamplingBatch};
 use quire_engine::text::Tokenizer;
@@ -47,6 +47,14 @@ impl Executor for Failing {
         self.inner.kv_layout()
     }
 
+    fn num_swap_blocks(&self) -> usize {
+        self.inner.num_swap_blocks()
+    }
+
+    fn transfer(&mut self, transfers: &BlockTransfers) -> Result<(), BackendError> {
+        self.inner.transfer(transfers)
+    }
+
     fn execute(
         &mut self,
         input: &ForwardInput,
@@ -74,7 +82,7 @@ impl Executor for Failing {
 
 fn engine(model: &TinyModel, fault: impl Fn(usize) -> Option<Fault> + Send + 'static) -> Engine {
     let setup = Setup::cpu(DType::F32).with(EngineConfig {
-        max_num_batched_tokens: 40,
+        max_num_batched_tokens: Some(40),
         max_model_len: Some(LONGEST_REQUEST),
         block_size: 8,
         num_blocks: Some(LONGEST_REQUEST.div_ceil(8)),
@@ -123,7 +131,7 @@ fn a_failed_step_is_tried_again_and_changes_nothing() {
     let requests = requests();
     let mut undisturbed = engine(&model, |_| None);
     let expected = fingerprints(&run_all(&mut undisturbed, &requests));
-    assert!(undisturbed.stats().num_preemptions > 0, "the pool is too large to preempt");
+    assert!(undisturbed.stats().num_preemptions() > 0, "the pool is too large to preempt");
     let last = undisturbed.stats().num_steps as usize;
     let run = |fault: Box<dyn Fn(usize) -> Option<Fault> + Send>| {
         let mut engine = engine(&model, fault);

@@ -21,7 +21,8 @@ fn golden_dirs() -> Vec<PathBuf> {
 }
 
 fn options(dtype: DType, block_size: usize, budget: usize) -> LoadOptions {
-    let engine = EngineConfig { block_size, max_num_batched_tokens: budget, ..Default::default() };
+    let engine =
+        EngineConfig { block_size, max_num_batched_tokens: Some(budget), ..Default::default() };
     LoadOptions { dtype: Some(dtype), engine, ..Default::default() }
 }
 

@@ -29,7 +29,7 @@ impl Run {
     fn setup(&self, isa: Isa, dtype: DType) -> Setup {
         let engine = EngineConfig {
             max_num_seqs: self.max_num_seqs,
-            max_num_batched_tokens: self.max_num_batched_tokens,
+            max_num_batched_tokens: Some(self.max_num_batched_tokens),
             max_model_len: Some(LONGEST_REQUEST),
             block_size: self.block_size,
             num_blocks: Some(self.pool_tokens / self.block_size),
@@ -81,7 +81,7 @@ fn every_schedule_gives_the_bits_of_a_request_run_alone() {
                 let got = Fingerprint::from(output);
                 assert_eq!(got, oracle[request], "{isa} {dtype}, run {i}, request {request}");
             }
-            preemptions += engine.stats().num_preemptions;
+            preemptions += engine.stats().num_preemptions();
             assert_eq!(engine.num_held_blocks(), 0);
         }
         assert!(preemptions > 20, "the pools are too large to preempt: {preemptions}");
@@ -145,7 +145,7 @@ fn the_reference_is_batch_invariant() {
     for dtype in [DType::F32, DType::Bf16] {
         let setup = Setup::reference(dtype);
         let tight = EngineConfig {
-            max_num_batched_tokens: 5,
+            max_num_batched_tokens: Some(5),
             max_model_len: Some(80),
             block_size: 8,
             num_blocks: Some(10),
@@ -153,7 +153,7 @@ fn the_reference_is_batch_invariant() {
         };
         let mut engine = model.engine(&setup.with(tight));
         let outputs = run_all(&mut engine, &requests);
-        assert!(engine.stats().num_preemptions > 0);
+        assert!(engine.stats().num_preemptions() > 0);
         for (request, output) in requests.iter().zip(&outputs) {
             let alone = run_alone(&model, &setup, request);
             assert_eq!(Fingerprint::from(output), Fingerprint::from(&alone));

@@ -102,7 +102,7 @@ fn fixed_requests() -> Vec<Request> {
 fn tight(rng: &mut Rng) -> EngineConfig {
     EngineConfig {
         max_num_seqs: 1 + rng.below(16),
-        max_num_batched_tokens: 3 + rng.below(60),
+        max_num_batched_tokens: Some(3 + rng.below(60)),
         max_model_len: Some(LONGEST_ANY_REQUEST),
         block_size: 8,
         num_blocks: Some(LONGEST_ANY_REQUEST.div_ceil(8) + rng.below(12)),
@@ -137,7 +137,7 @@ fn mates_and_their_parameters_change_no_bit() {
                     None => failed += group.iter().filter(|o| is_error(o)).count(),
                 }
             }
-            preemptions += engine.stats().num_preemptions;
+            preemptions += engine.stats().num_preemptions();
         }
         assert!(failed > 10, "only {failed} mates failed");
         assert!(preemptions > 10, "only {preemptions} preemptions");

@@ -93,7 +93,7 @@ fn an_abort_at_any_step_gives_the_blocks_back_and_changes_no_mate() {
     let model = TinyModel::new(1);
     // Little room, so that the aborted one is waiting, prefilling, decoding or preempted.
     let tight = setup().with(EngineConfig {
-        max_num_batched_tokens: 7,
+        max_num_batched_tokens: Some(7),
         max_model_len: Some(LONGEST_REQUEST),
         block_size: 8,
         num_blocks: Some(LONGEST_REQUEST.div_ceil(8)),
@@ -351,7 +351,7 @@ fn a19_a_tiny_temperature_is_the_maximum() {
 fn captured_logits_come_once_a_position_through_preemption() {
     let model = TinyModel::new(1);
     let tight = setup().with(EngineConfig {
-        max_num_batched_tokens: 9,
+        max_num_batched_tokens: Some(9),
         max_model_len: Some(64),
         block_size: 8,
         num_blocks: Some(8),

@@ -38,7 +38,7 @@ fn engine(
 fn sizes(seats: usize, block_size: usize, pool_tokens: usize, budget: usize) -> EngineConfig {
     EngineConfig {
         max_num_seqs: seats,
-        max_num_batched_tokens: budget,
+        max_num_batched_tokens: Some(budget),
         max_model_len: Some(160),
         block_size,
         num_blocks: Some(pool_tokens / block_size),
@@ -145,7 +145,7 @@ fn tokens_do_not_depend_on_seats_blocks_threads_or_preemption() {
         for (i, output) in run_all(&mut engine, &requests).iter().enumerate() {
             assert_eq!(Fingerprint::from(output), oracle[i], "request {i}, {sizes:?}");
         }
-        preemptions += engine.stats().num_preemptions;
+        preemptions += engine.stats().num_preemptions();
     }
     assert!(preemptions > 0, "the pools are too large to preempt");
 }

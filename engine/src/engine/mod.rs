@@ -6,10 +6,12 @@
 
 mod chat;
 mod llm;
+mod measure;
 mod output;
 mod request;
 mod rows;
 mod state;
+mod step;
 
 pub use llm::{Llm, LlmError};
 pub use output::{
@@ -18,20 +20,22 @@ pub use output::{
 pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
 
 use crate::config::{ConfigError, ResolvedConfig};
+use crate::metrics::{EngineStats, LoadSnapshot};
 use crate::model::ModelInfo;
 use crate::ops::{BackendError, BackendInfo};
-use crate::runner::{Executor, ExecutorOutput, StepInput, prepare};
-use crate::sampling::{LogitsProcessor, ParamLimits, RowError, RowTarget, SampleOutput};
-use crate::scheduler::{self, Scheduler, SchedulerConfig, SeqId, StepPlan};
+use crate::runner::Executor;
+use crate::sampling::{LogitsProcessor, ParamLimits, RowError};
+use crate::scheduler::{self, KvUsage, NewSequence, Scheduler, SchedulerConfig, SeqId};
 use crate::text::Tokenizer;
 use crate::text::chat::FoundTemplate;
 use chat::ChatTemplates;
 use rows::{RowContext, RowPlan, TokenLists};
-use state::{RequestState, Step};
+use state::RequestState;
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
+use step::Flight;
 
 /// A step could not be computed, or an engine not be made.
 #[derive(Debug, thiserror::Error)]
@@ -57,21 +61,6 @@ pub struct TextConfig {
     pub chat_template: Option<FoundTemplate>,
 }
 
-/// Counters since the engine started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct EngineStats {
-    /// Steps computed.
-    pub num_steps: u64,
-    /// Tokens computed, recomputed ones included.
-    pub num_computed_tokens: u64,
-    /// Tokens sampled.
-    pub num_generated_tokens: u64,
-    /// Most KV blocks held at once.
-    pub peak_blocks: usize,
-    /// Sequences that gave up their blocks.
-    pub num_preemptions: u64,
-}
-
 /// Many requests over one model. Not thread-safe by design: one thread steps it.
 pub struct Engine {
     executor: Box<dyn Executor>,
@@ -87,29 +76,44 @@ pub struct Engine {
     max_logprobs: u32,
     next_id: u64,
     stats: EngineStats,
-    // Reused by every step.
-    plan: StepPlan,
-    input: StepInput,
-    results: ExecutorOutput,
+    /// Ids that may be sampled.
+    vocab_size: usize,
+    block_bytes: usize,
+    /// The step at work; its arrays are reused.
+    flight: Flight,
+    /// A step that is computed and not yet applied, where steps are planned ahead.
+    ahead: Option<Flight>,
+    plan_ahead: bool,
+    /// What a failed step's predecessor brought.
+    unreported: StepOutput,
+    /// Outputs that wait for the rest of their static batch, and since when.
+    withheld: Vec<(Instant, RequestOutput)>,
 }
 
 impl Engine {
     /// An engine over `executor`, whose KV cache has the sizes of `config`.
     pub fn new(
-        executor: Box<dyn Executor>,
+        mut executor: Box<dyn Executor>,
         text: TextConfig,
         config: ResolvedConfig,
         seed: u64,
     ) -> Self {
         assert_eq!(executor.kv_layout().num_blocks, config.scheduler.num_blocks);
         assert_eq!(executor.kv_layout().block_size, config.scheduler.block_size);
-        let mut input = StepInput::default();
-        // Rows past the tokenizer's vocabulary are padding of the output matrix.
-        let vocab = executor.model().vocab_size.min(text.tokenizer.vocab_size());
-        input.sampling.vocab_limit = vocab;
+        assert_eq!(executor.num_swap_blocks(), config.scheduler.num_swap_blocks);
+        let block_bytes = executor.kv_layout().block_bytes().expect("the cache is allocated");
+        let mut scheduler = Scheduler::new(config.scheduler);
+        measure::apply(executor.as_mut(), config.measure, &mut scheduler);
         Engine {
             max_logprobs: config.max_logprobs,
-            scheduler: Scheduler::new(config.scheduler),
+            scheduler,
+            // Rows past the tokenizer's vocabulary are padding of the output matrix.
+            vocab_size: executor.model().vocab_size.min(text.tokenizer.vocab_size()),
+            flight: Flight::default(),
+            ahead: None,
+            plan_ahead: config.async_scheduling,
+            unreported: StepOutput::default(),
+            withheld: Vec::new(),
             executor,
             text,
             chat: OnceCell::new(),
@@ -119,9 +123,7 @@ impl Engine {
             processors: BTreeMap::new(),
             next_id: 0,
             stats: EngineStats::default(),
-            plan: StepPlan::default(),
-            input,
-            results: ExecutorOutput::default(),
+            block_bytes,
         }
     }
 
@@ -147,12 +149,37 @@ impl Engine {
 
     /// Counters since the start.
     pub fn stats(&self) -> EngineStats {
-        EngineStats { num_preemptions: self.scheduler.num_preemptions(), ..self.stats }
+        EngineStats { scheduler: self.scheduler.stats(), ..self.stats }
     }
 
-    /// Requests that have not ended.
+    /// Counters and queue lengths, for [`crate::metrics::LoadLog`].
+    pub fn load(&self) -> LoadSnapshot {
+        let pool = self.scheduler.pool();
+        LoadSnapshot {
+            stats: self.stats(),
+            num_running: self.scheduler.num_running(),
+            num_waiting: self.scheduler.num_waiting(),
+            kv_usage: pool.num_held() as f64 / pool.num_blocks() as f64,
+        }
+    }
+
+    /// How full the KV cache is, in detail. Takes time in proportion to the blocks held.
+    pub fn kv_usage(&self) -> KvUsage {
+        self.scheduler.kv_usage()
+    }
+
+    /// Forgets all cached prefixes; requests that share them already go on.
+    pub fn reset_prefix_cache(&mut self) {
+        self.scheduler.reset_prefix_cache();
+    }
+
+    /// Requests whose outputs have not all been handed out.
     pub fn num_unfinished(&self) -> usize {
-        self.ids.len()
+        let waiting = |output: &&RequestOutput| !self.ids.contains_key(&output.request_id);
+        let withheld = self.withheld.iter().map(|(_, output)| output);
+        let mut ids: Vec<_> = withheld.chain(&self.unreported.finished).filter(waiting).collect();
+        ids.dedup_by_key(|output| output.request_id);
+        self.ids.len() + ids.len()
     }
 
     /// KV blocks held now.
@@ -162,7 +189,7 @@ impl Engine {
 
     /// Ids that may be sampled: below both the tokenizer's and the model's vocabulary.
     pub fn vocab_size(&self) -> usize {
-        self.input.sampling.vocab_limit
+        self.vocab_size
     }
 
     /// The ids a text prompt becomes.
@@ -234,10 +261,17 @@ impl Engine {
         };
         let id = RequestId(self.next_id);
         let seed = request.params.seed.unwrap_or_else(|| derived_seed(self.seed, id.0));
-        let mut seqs = Vec::with_capacity(request.params.n);
-        for index in 0..request.params.n {
-            // All are alike, so the first is refused or none is.
-            let seq = self.scheduler.add(prompt.clone(), rules.clone())?;
+        let new = NewSequence {
+            prompt: prompt.clone(),
+            rules,
+            priority: request.params.priority,
+            cache_salt: request.params.cache_salt.clone(),
+            // What is found in the cache has no logits.
+            skip_cache: request.params.prompt_logprobs.is_some() || request.capture_logits,
+            needs_history: processor.is_some() || lists.needs_history(&request.params),
+        };
+        let seqs = self.scheduler.add(new, request.params.n)?;
+        for (index, &seq) in seqs.iter().enumerate() {
             let context = RowContext {
                 prompt: &prompt,
                 seed: seed.wrapping_add(index as u64),
@@ -250,7 +284,6 @@ impl Engine {
             let tokenizer = &self.text.tokenizer;
             let state = RequestState::new((id, index), &request, rows, tokenizer, arrival);
             self.requests.insert(seq, state);
-            seqs.push(seq);
         }
         self.next_id += 1;
         self.ids.insert(id, seqs);
@@ -299,115 +332,10 @@ impl Engine {
     /// such request, or it has ended.
     pub fn abort(&mut self, id: RequestId) -> Vec<RequestOutput> {
         let seqs = self.ids.get(&id).cloned().unwrap_or_default();
-        seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None)).collect()
-    }
-
-    /// Computes one step and returns what it brought; empty when nothing is left to do.
-    ///
-    /// # Errors
-    /// The backend failed. No token was taken; the next call plans the same tokens again.
-    pub fn step(&mut self) -> Result<StepOutput, EngineError> {
-        let mut out = StepOutput::default();
-        self.scheduler.schedule(&mut self.plan);
-        if self.plan.scheduled.is_empty() {
-            return Ok(out);
-        }
-        self.stats.peak_blocks = self.stats.peak_blocks.max(self.scheduler.pool().num_held());
-        let now = Instant::now();
-        for s in &self.plan.scheduled {
-            self.requests.get_mut(&s.id).expect("a request a sequence").scheduled(now);
-        }
-        let requests = &self.requests;
-        prepare(&self.plan, &self.scheduler, |id| &requests[&id].rows, &mut self.input);
-        self.results.samples.clear();
-        self.results.captured.clear();
-        let StepInput { forward, sampling, capture, .. } = &self.input;
-        self.executor.execute(forward, sampling, capture, &mut self.results)?;
-        self.stats.num_steps += 1;
-        self.stats.num_computed_tokens += self.input.forward.num_tokens() as u64;
-        self.finish_step(&mut out);
-        Ok(out)
-    }
-
-    /// Applies the results of a step to scheduler and requests.
-    fn finish_step(&mut self, out: &mut StepOutput) {
-        let now = Instant::now();
-        for (row, logits) in self.results.captured.drain(..) {
-            let (seq, position) = self.input.owners[row];
-            self.requests.get_mut(&seq).expect("owner").captured(position, logits);
-        }
-        let mut samples = std::mem::take(&mut self.results.samples).into_iter();
-        let mut sampled = Vec::new();
-        let mut failed: Vec<(SeqId, RowError)> = Vec::new();
-        for (row, &(seq, position)) in self.input.sampling.rows.iter().zip(&self.input.owners) {
-            if row.target == RowTarget::Nothing {
-                continue;
-            }
-            let sample = samples.next().expect("one answer a row");
-            if row.target == RowTarget::Sample {
-                sampled.push(sample);
-                continue;
-            }
-            // After the first failed row of a sequence, its others are of no use.
-            if failed.last().is_some_and(|(id, _)| *id == seq) {
-                continue;
-            }
-            match sample.token {
-                Ok(_) => {
-                    let state = self.requests.get_mut(&seq).expect("owner");
-                    let logprobs = sample.logprobs.expect("a given token comes with its logprob");
-                    state.prompt_logprobs(position, logprobs);
-                }
-                Err(error) => failed.push((seq, error)),
-            }
-        }
-        let mut ended = Vec::new();
-        // A failed row still needs a token to account for; the request ends below without it.
-        let tokens = sampled.iter().map(|s| s.token.unwrap_or(0));
-        self.scheduler.update(&self.plan, tokens, &mut ended);
-        self.stats.num_generated_tokens += sampled.len() as u64;
-        let mut ended = ended.into_iter().peekable();
-        let mut sampled = sampled.into_iter();
-        let plan = std::mem::take(&mut self.plan);
-        for s in &plan.scheduled {
-            let sample = s.samples.then(|| sampled.next().expect("one token a sequence"));
-            let reason = ended.next_if(|(id, _)| *id == s.id).map(|(_, reason)| reason);
-            if let Some(&(_, error)) = failed.iter().find(|(id, _)| *id == s.id) {
-                let reason = FinishReason::Error(error.to_string());
-                out.finished.push(self.finish(s.id, reason, sample.map(|_| error)));
-            } else if let Some(sample) = sample {
-                self.apply_sample(s.id, sample, reason, now, out);
-            }
-        }
-        self.plan = plan;
-    }
-
-    fn apply_sample(
-        &mut self,
-        seq: SeqId,
-        sample: SampleOutput,
-        ended: Option<scheduler::FinishReason>,
-        now: Instant,
-        out: &mut StepOutput,
-    ) {
-        let state = self.requests.get_mut(&seq).expect("a request a sequence");
-        let token = match sample.token {
-            Ok(token) => token,
-            Err(error) => {
-                let reason = FinishReason::Error(error.to_string());
-                out.finished.push(self.finish(seq, reason, Some(error)));
-                return;
-            }
-        };
-        let step = state.token(token, sample.logprobs, ended, now);
-        let Step { delta, finish } = step.unwrap_or_else(|error| Step {
-            delta: None,
-            finish: Some(FinishReason::Error(error.to_string())),
-        });
-        out.deltas.extend(delta);
-        if let Some(reason) = finish {
-            out.finished.push(self.finish(seq, reason, None));
-        }
+        let outputs = seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None));
+        let outputs = outputs.collect();
+        self.complete_idle_step();
+        outputs
     }
 
     /// Takes a request out of scheduler and tables. After a failed row its last token is not one.

@@ -44,6 +44,11 @@ impl TokenLists {
         });
         TokenLists { allowed, bias: params.clamped_bias().into(), bad_words }
     }
+
+    /// Whether a row depends on the tokens before it.
+    pub(super) fn needs_history(&self, params: &SamplingParams) -> bool {
+        penalises(params) || !self.bad_words.is_empty()
+    }
 }
 
 /// What [`RowPlan::new`] takes beside the parameters.
@@ -58,9 +63,6 @@ pub(super) struct RowContext<'a> {
 
 impl RowPlan {
     pub(super) fn new(params: &SamplingParams, context: RowContext<'_>) -> Self {
-        let penalised = params.repetition_penalty != 1.0
-            || params.frequency_penalty != 0.0
-            || params.presence_penalty != 0.0;
         let vocab_size = context.vocab_size;
         RowPlan {
             template: SamplingRow {
@@ -78,7 +80,7 @@ impl RowPlan {
                 ..Default::default()
             },
             lists: context.lists,
-            seen: penalised.then(|| context.prompt.iter().map(|&id| (id, 0)).collect()),
+            seen: penalises(params).then(|| context.prompt.iter().map(|&id| (id, 0)).collect()),
             processor: context.processor,
             prompt_logprobs: params.prompt_logprobs.map(|n| n.resolve(vocab_size)),
             prompt_len: context.prompt.len(),
@@ -105,10 +107,11 @@ impl RowPlan {
             && position + 1 < self.prompt_len
     }
 
-    /// Appends the ids that must not come next.
-    fn suppressed(&self, sequence: &Sequence, ids: &mut Vec<u32>) {
+    /// Appends the ids that must not come after `position`.
+    fn suppressed(&self, sequence: &Sequence, position: usize, ids: &mut Vec<u32>) {
         let output = sequence.output();
-        if output.len() < sequence.rules.min_tokens {
+        // The last tokens may be known to the backend only.
+        if position + 1 - sequence.prompt_len < sequence.rules.min_tokens {
             ids.extend(&sequence.rules.stop_token_ids);
         }
         for word in self.lists.bad_words.iter() {
@@ -125,7 +128,7 @@ impl RowPlan {
         row.allowed =
             self.lists.allowed.as_ref().map(|ids| append(&mut batch.ids, ids.iter().copied()));
         let start = batch.ids.len();
-        self.suppressed(sequence, &mut batch.ids);
+        self.suppressed(sequence, row.position as usize - 1, &mut batch.ids);
         row.suppressed = start..batch.ids.len();
         row.bias = append(&mut batch.biases, self.lists.bias.iter().copied());
         if let Some(seen) = &self.seen {
@@ -138,6 +141,12 @@ impl RowPlan {
             prompt_len: sequence.prompt_len,
         });
     }
+}
+
+fn penalises(params: &SamplingParams) -> bool {
+    params.repetition_penalty != 1.0
+        || params.frequency_penalty != 0.0
+        || params.presence_penalty != 0.0
 }
 
 fn append<T>(to: &mut Vec<T>, items: impl Iterator<Item = T>) -> Range<usize> {

@@ -66,6 +66,22 @@ impl FreeList {
         self.len += 1;
     }
 
+    /// Prepends a block, to be taken next: for one whose content nobody can want again. It must
+    /// not be on the list.
+    pub fn push_front(&mut self, id: BlockId) {
+        let i = id.index();
+        assert!(!self.linked[i], "block {} freed twice", id.0);
+        self.linked[i] = true;
+        self.prev[i] = NONE;
+        self.next[i] = self.head;
+        match self.head {
+            NONE => self.tail = id.0,
+            head => self.prev[head as usize] = id.0,
+        }
+        self.head = id.0;
+        self.len += 1;
+    }
+
     /// Takes the least recently freed block.
     pub fn pop_front(&mut self) -> Option<BlockId> {
         if self.head == NONE {

@@ -106,6 +106,10 @@ pub struct SamplingParams {
     pub skip_special_tokens: bool,
     /// Produce text at all.
     pub detokenize: bool,
+    /// Smaller is more urgent, where the scheduling policy is `priority`.
+    pub priority: i32,
+    /// Only requests with the same salt share cached prefixes.
+    pub cache_salt: Option<String>,
 }
 
 impl Default for SamplingParams {
@@ -134,6 +138,8 @@ impl Default for SamplingParams {
             logprobs: None,
             skip_special_tokens: true,
             detokenize: true,
+            priority: 0,
+            cache_salt: None,
         }
     }
 }

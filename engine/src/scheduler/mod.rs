@@ -5,74 +5,72 @@
 //! `max_num_batched_tokens` and `max_num_seqs`.
 //!
 //! ```text
-//!             ┌──────────── tokens ────────────┐
-//!  sequence:  │ computed │ scheduled │ to come │      a step computes `scheduled`; when it
-//!             └──────────┴───────────┴─────────┘      reaches the last token it also samples
-//!  blocks:    [ 3 ][ 7 ][ 1 ][ 4 ]                    table covers computed + scheduled
+//!             ┌───────────────── tokens ─────────────────┐
+//!  sequence:  │ found or computed │ scheduled │ to come  │  a step computes `scheduled`; when it
+//!             └───────────────────┴───────────┴──────────┘  reaches the last token it samples
+//!  table:     [ 3 ][ 7 ][ 1 ][ 4 ]                          covers found + computed + scheduled
 //! ```
 //!
-//! Policy, first come first served by arrival:
-//! 1. running sequences with one token to compute (decodes), then those with more (partial
-//!    prefills), each in arrival order;
-//! 2. when a running sequence needs a block and none is free, the latest arrival among the running
-//!    is preempted: its blocks go back and it is computed anew later;
-//! 3. waiting sequences, in arrival order, while there is a seat, budget, and blocks for **all**
-//!    tokens of the first one. Its blocks are taken at once, so that what was admitted can be
-//!    computed; nothing is admitted in a step that preempted.
+//! # Order
+//! 1. Running sequences with one token to compute (decodes), then those with more (partial
+//!    prefills), each in order of arrival, or of priority and age.
+//! 2. When a running sequence needs a block and none is free, the last of the running is
+//!    preempted ([`Preemption`]) and waits in its old place.
+//! 3. Waiting sequences while there is a seat, budget, and blocks for **all** tokens of the first
+//!    one. Its blocks are taken at once, so that what was admitted can be computed; nothing is
+//!    admitted in a step that ran short of blocks, and one that was preempted before comes back
+//!    only with some blocks to spare for its mates.
 //!
-//! The oldest running sequence is never preempted for another, and the pool holds at least one
-//! sequence of the greatest length, so every step makes progress.
+//! The first of the running is never preempted for want of blocks, and the pool holds at least
+//! one sequence of the greatest length, so every step makes progress.
+//!
+//! # Steps under way
+//! [`Scheduler::schedule`] may run ahead of [`Scheduler::update`]: tokens that steps under way
+//! will sample count as placeholders. Plans are executed in the order they were made, so a block
+//! may be taken from one sequence and given to another within a plan. A sequence that ends while
+//! a step computes it leaves at once; its blocks are in transit until that step is updated. A
+//! step that fails takes all steps under way with it ([`Scheduler::cancel`]): their sequences
+//! wait again, and what they would have written is forgotten.
 
+mod admit;
+mod beams;
+mod config;
+mod integrity;
+mod plan;
+mod preempt;
 mod sequence;
+mod static_batch;
+mod stats;
 
-pub use sequence::{FinishReason, SeqId, Sequence, StopRules};
+pub use config::{DEFAULT_AGING_STEPS, Policy, Preemption, PreemptionCosts, SchedulerConfig};
+pub use plan::{PreemptionKind, ScheduledSeq, StepPlan};
+pub use sequence::{FinishReason, NewSequence, SeqId, Sequence, StopRules};
+pub use stats::{KvUsage, SchedulerStats};
 
-use crate::kv::{BlockId, BlockPool};
-use sequence::Slab;
-use std::collections::VecDeque;
+use crate::kv::{BlockId, BlockPool, CacheScope, PrefixHasher};
+use plan::InFlight;
+use sequence::{Order, Slab, State};
+use static_batch::StaticBatch;
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 
-/// Limits of the scheduler; all at least 1.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SchedulerConfig {
-    /// Sequences in one step.
-    pub max_num_seqs: usize,
-    /// Tokens in one step, over all sequences.
-    pub max_num_batched_tokens: usize,
-    /// Tokens of one sequence, prompt and output.
-    pub max_model_len: usize,
-    /// Tokens a KV block holds.
-    pub block_size: usize,
-    /// KV blocks in the pool.
-    pub num_blocks: usize,
+/// Identifies the samples or beams of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GroupId(u64);
+
+/// Sequences of one request.
+#[derive(Debug)]
+struct Group {
+    members: Vec<SeqId>,
+    kind: GroupKind,
 }
 
-/// One sequence's share of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ScheduledSeq {
-    /// The sequence.
-    pub id: SeqId,
-    /// First token to compute: `num_computed_tokens` before the step.
-    pub start: usize,
-    /// Tokens to compute, at least 1.
-    pub num_scheduled_tokens: usize,
-    /// The step reaches the last token, so a new one is sampled.
-    pub samples: bool,
-}
-
-/// What a step does.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StepPlan {
-    /// In batch order.
-    pub scheduled: Vec<ScheduledSeq>,
-    /// Sequences that gave up their blocks to make room.
-    pub preempted: Vec<SeqId>,
-}
-
-impl StepPlan {
-    /// Tokens in the step.
-    pub fn num_tokens(&self) -> usize {
-        self.scheduled.iter().map(|s| s.num_scheduled_tokens).sum()
-    }
+enum GroupKind {
+    /// Samples of one prompt: the first computes it, the others take it over.
+    Samples,
+    /// Beams: admitted, preempted and advanced together. This many seats are theirs.
+    Beams { width: usize },
 }
 
 /// Why a sequence can never run.
@@ -94,20 +92,56 @@ pub enum AdmissionError {
         /// `max_model_len`.
         limit: usize,
     },
+    /// All beams together do not fit a step.
+    #[error("beam_width is {width}; a step has {limit} sequences")]
+    BeamsTooWide {
+        /// Beams asked for.
+        width: usize,
+        /// `max_num_seqs`.
+        limit: usize,
+    },
+    /// All beams together do not fit the pool.
+    #[error(
+        "a prompt of {prompt} tokens with {width} beams of up to {max_tokens} tokens may need \
+         {needed} KV blocks; there are {limit}"
+    )]
+    BeamsTooLong {
+        /// Tokens of the prompt.
+        prompt: usize,
+        /// Beams.
+        width: usize,
+        /// Tokens asked for.
+        max_tokens: usize,
+        /// Blocks they may hold at once.
+        needed: usize,
+        /// Blocks in the pool.
+        limit: usize,
+    },
 }
 
-/// The scheduler: queues of sequences and the block pool they draw from.
+/// The scheduler: queues of sequences and the block pools they draw from.
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
     pool: BlockPool,
+    /// Blocks in host memory.
+    host: BlockPool,
     seqs: Slab,
-    /// Arrival order.
+    groups: HashMap<GroupId, Group>,
+    /// In order.
     waiting: VecDeque<SeqId>,
-    /// Arrival order.
+    /// In order.
     running: Vec<SeqId>,
-    num_preemptions: u64,
+    /// Seats kept for beams that are not there yet.
+    reserved_seats: usize,
+    /// Groups whose prompt is computed while samples of it still stand aside.
+    woken: Vec<GroupId>,
+    in_flight: VecDeque<InFlight>,
+    batch: StaticBatch,
+    /// Steps planned.
+    step: u64,
     next_arrival: u64,
+    stats: SchedulerStats,
 }
 
 impl Scheduler {
@@ -122,12 +156,19 @@ impl Scheduler {
         );
         Scheduler {
             pool: BlockPool::new(config.num_blocks),
+            host: BlockPool::new(config.num_swap_blocks),
             config,
             seqs: Slab::default(),
+            groups: HashMap::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),
-            num_preemptions: 0,
+            reserved_seats: 0,
+            woken: Vec::new(),
+            in_flight: VecDeque::new(),
+            batch: StaticBatch::default(),
+            step: 0,
             next_arrival: 0,
+            stats: SchedulerStats::default(),
         }
     }
 
@@ -136,24 +177,40 @@ impl Scheduler {
         &self.config
     }
 
+    /// Changes how many tokens a step may have, at least 1.
+    pub fn set_max_num_batched_tokens(&mut self, tokens: usize) {
+        assert!(tokens >= 1);
+        self.config.max_num_batched_tokens = tokens;
+    }
+
+    /// Changes what preemption does.
+    pub fn set_preemption(&mut self, preemption: Preemption) {
+        self.config.preemption = preemption;
+    }
+
     /// The block pool, for counters.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// Sequences waiting for admission.
+    /// Sequences waiting for admission, samples that stand aside included.
     pub fn num_waiting(&self) -> usize {
-        self.waiting.len()
+        self.seqs.len() - self.running.len()
     }
 
-    /// Sequences holding blocks.
+    /// Sequences holding a seat.
     pub fn num_running(&self) -> usize {
         self.running.len()
     }
 
-    /// Preemptions since the start.
-    pub fn num_preemptions(&self) -> u64 {
-        self.num_preemptions
+    /// Steps planned and not yet updated.
+    pub fn num_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> SchedulerStats {
+        self.stats
     }
 
     /// A live sequence.
@@ -161,190 +218,453 @@ impl Scheduler {
         self.seqs.get(id)
     }
 
-    /// Adds a sequence at the end of the queue. `max_tokens` beyond the context, or a prompt
-    /// that leaves no room for one token, is refused.
-    pub fn add(&mut self, prompt: Vec<u32>, rules: StopRules) -> Result<SeqId, AdmissionError> {
-        if prompt.is_empty() {
+    /// Whether `id` has not ended.
+    pub fn is_live(&self, id: SeqId) -> bool {
+        self.seqs.contains(id)
+    }
+
+    /// Forgets all cached prefixes; what is shared already stays shared.
+    pub fn reset_prefix_cache(&mut self) {
+        self.pool.reset_cache();
+    }
+
+    /// Whether `id` holds a seat.
+    pub fn is_running(&self, id: SeqId) -> bool {
+        self.seqs.get(id).state == State::Running
+    }
+
+    /// Whether `id` waits for a seat and blocks; not so a sample that waits for another one to
+    /// compute their prompt.
+    pub fn is_queued(&self, id: SeqId) -> bool {
+        matches!(self.seqs.get(id).state, State::Waiting | State::Swapped(_))
+    }
+
+    /// Adds `n` samples of a prompt at their place in the queue. The prompt is computed and
+    /// stored once. `max_tokens` beyond the context, or a prompt that leaves no room for one
+    /// token, is refused.
+    pub fn add(&mut self, new: NewSequence, n: usize) -> Result<Vec<SeqId>, AdmissionError> {
+        assert!(n >= 1, "a request has samples");
+        self.check_length(&new)?;
+        let first = self.next_arrival;
+        let mut ids = Vec::with_capacity(n);
+        for _ in 1..n {
+            ids.push(self.insert(new.clone()));
+        }
+        ids.push(self.insert(new));
+        if n > 1 {
+            let group = GroupId(first);
+            for (i, &id) in ids.iter().enumerate() {
+                let seq = self.seqs.get_mut(id);
+                seq.group = Some(group);
+                if i > 0 {
+                    seq.state = State::Pending;
+                }
+            }
+            let kind = GroupKind::Samples;
+            self.groups.insert(group, Group { members: ids.clone(), kind });
+        }
+        self.enqueue(ids[0]);
+        Ok(ids)
+    }
+
+    fn check_length(&self, new: &NewSequence) -> Result<(), AdmissionError> {
+        let (prompt, limit) = (new.prompt.len(), self.config.max_model_len);
+        if prompt == 0 {
             return Err(AdmissionError::EmptyPrompt);
         }
-        let max_tokens = rules.max_tokens.max(1);
-        if prompt.len().saturating_add(max_tokens) > self.config.max_model_len {
-            let limit = self.config.max_model_len;
-            return Err(AdmissionError::TooLong { prompt: prompt.len(), max_tokens, limit });
+        let max_tokens = new.rules.max_tokens.max(1);
+        if prompt.saturating_add(max_tokens) > limit {
+            return Err(AdmissionError::TooLong { prompt, max_tokens, limit });
         }
+        Ok(())
+    }
+
+    /// Makes a sequence; it is in no queue yet.
+    fn insert(&mut self, new: NewSequence) -> SeqId {
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let id = self.seqs.insert(Sequence::new(prompt, rules, arrival));
-        self.waiting.push_back(id);
-        Ok(id)
+        let key = match self.config.policy {
+            Policy::Priority { aging_steps } => {
+                i64::from(new.priority) * i64::from(aging_steps) + self.step as i64
+            }
+            Policy::Fcfs | Policy::Static => 0,
+        };
+        let scope = CacheScope { adapter: None, salt: new.cache_salt.as_deref() };
+        let root = self.config.prefix_cache.as_ref().map(|hasher| hasher.root(scope));
+        self.seqs.insert(Sequence::new(new, root, Order { key, arrival }))
     }
 
-    /// Plans a step. An empty plan means that nothing is left to do. A plan is answered by
-    /// [`Scheduler::update`] or dropped; the next one then has the same tokens again.
+    /// Puts `id` at its place in the queue. Its state is the caller's.
+    fn enqueue(&mut self, id: SeqId) {
+        let order = self.seqs.get(id).order;
+        let at = self.waiting.partition_point(|&w| self.seqs.get(w).order <= order);
+        self.waiting.insert(at, id);
+    }
+
+    fn seat(&mut self, id: SeqId) {
+        let order = self.seqs.get(id).order;
+        let at = self.running.partition_point(|&r| self.seqs.get(r).order <= order);
+        self.running.insert(at, id);
+        self.seqs.get_mut(id).state = State::Running;
+    }
+
+    /// The beams that `list[i]` belongs to, or it alone.
+    fn unit(&self, list: &[SeqId], i: usize) -> Range<usize> {
+        let Some(group) = self.beams(list[i]) else { return i..i + 1 };
+        let same = |&&id: &&SeqId| self.seqs.get(id).group == Some(group);
+        let before = list[..i].iter().rev().take_while(same).count();
+        let after = list[i..].iter().take_while(same).count();
+        i - before..i + after
+    }
+
+    /// The group of `id`, if it is a beam.
+    fn beams(&self, id: SeqId) -> Option<GroupId> {
+        let group = self.seqs.get(id).group?;
+        matches!(self.groups[&group].kind, GroupKind::Beams { .. }).then_some(group)
+    }
+
+    /// Plans a step. An empty plan means that nothing can be computed before a step under way is
+    /// updated, or at all. Every other plan is answered by [`Scheduler::update`], in order, or by
+    /// [`Scheduler::cancel`].
     pub fn schedule(&mut self, plan: &mut StepPlan) {
-        plan.scheduled.clear();
-        plan.preempted.clear();
+        plan.clear(self.step + 1);
+        self.wake_samples();
         let mut budget = self.config.max_num_batched_tokens;
-        self.schedule_running(plan, &mut budget, |remaining| remaining == 1);
-        self.schedule_running(plan, &mut budget, |remaining| remaining > 1);
-        if plan.preempted.is_empty() {
-            self.admit(plan, &mut budget);
+        if self.config.policy == Policy::Static {
+            self.schedule_static(plan, budget);
+        } else {
+            self.preempt_for_urgent(plan);
+            let short = self.schedule_decodes(plan, &mut budget);
+            self.schedule_prefills(plan, &mut budget);
+            if !short {
+                self.admit(plan, &mut budget);
+            }
         }
-        assert!(
-            !plan.scheduled.is_empty() || (self.running.is_empty() && self.waiting.is_empty()),
-            "a step without progress: {} running, {} waiting, {} blocks free",
-            self.running.len(),
-            self.waiting.len(),
-            self.pool.num_free()
-        );
+        if plan.is_empty() {
+            let parked = |&id: &SeqId| self.beams(id).is_some();
+            let waits = self.running.iter().all(parked) && !self.running.is_empty();
+            assert!(
+                !self.in_flight.is_empty() || waits || self.seqs.len() == 0,
+                "a step without progress: {} running, {} waiting, {} blocks free",
+                self.running.len(),
+                self.waiting.len(),
+                self.pool.num_free()
+            );
+            return;
+        }
+        self.step = plan.step;
+        let swapped = plan.preempted.iter().filter(|p| p.1 == PreemptionKind::Swap).map(|p| p.0);
+        let seqs = plan.scheduled.iter().map(|s| s.id).chain(swapped).collect();
+        let host_blocks = plan.transfers.swap_in.iter().map(|pair| BlockId(pair.0)).collect();
+        self.in_flight.push_back(InFlight {
+            step: plan.step,
+            seqs,
+            blocks: Vec::new(),
+            host_blocks,
+        });
     }
 
-    /// Schedules the running sequences whose count of uncomputed tokens `class` accepts.
-    fn schedule_running(
-        &mut self,
-        plan: &mut StepPlan,
-        budget: &mut usize,
-        class: fn(usize) -> bool,
-    ) {
+    /// Tokens of `id` that can be planned now.
+    fn to_compute(&self, id: SeqId) -> usize {
+        let seq = self.seqs.get(id);
+        match seq.waits_for {
+            Some((mate, tokens)) if self.seqs.get(mate).num_computed_tokens < tokens => 0,
+            _ => seq.num_uncomputed(),
+        }
+    }
+
+    /// Schedules the running sequences that have one token to compute; whether blocks ran short.
+    fn schedule_decodes(&mut self, plan: &mut StepPlan, budget: &mut usize) -> bool {
+        let mut short = false;
         let mut i = 0;
         // `running` shrinks from the end when a victim is taken.
         while i < self.running.len() && *budget > 0 {
-            let id = self.running[i];
-            i += 1;
-            let remaining = self.seqs.get(id).num_uncomputed();
-            if !class(remaining) {
+            let unit = self.unit(&self.running, i);
+            i = unit.end;
+            let preempted = plan.preempted.len();
+            let room = self.make_room(unit.clone(), plan);
+            short |= plan.preempted.len() > preempted || !room;
+            if !room {
                 continue;
             }
-            let n = remaining.min(*budget);
-            if self.grow(id, n, plan) {
+            for k in unit {
+                let id = self.running[k];
+                if *budget > 0 && self.to_compute(id) == 1 {
+                    *budget -= 1;
+                    self.push(plan, id, 1);
+                }
+            }
+        }
+        short
+    }
+
+    /// Schedules the running sequences with more to compute; their blocks are theirs already.
+    fn schedule_prefills(&mut self, plan: &mut StepPlan, budget: &mut usize) {
+        for i in 0..self.running.len() {
+            let id = self.running[i];
+            let n = self.to_compute(id);
+            if n > 1 && *budget > 0 {
+                self.free_window(id);
+                let n = n.min(*budget);
                 *budget -= n;
                 self.push(plan, id, n);
             }
         }
     }
 
-    /// Gives `id` blocks for `n` more tokens, preempting later arrivals while there are too few.
-    /// False: `id` was itself the latest and is now waiting.
+    /// Gives the decodes of a unit the blocks they write to, preempting later units while there
+    /// are too few. False: they cannot be computed now. Either blocks in transit will do soon,
+    /// or the unit was itself the last and is waiting now.
+    fn make_room(&mut self, unit: Range<usize>, plan: &mut StepPlan) -> bool {
+        let num_copies = plan.transfers.copies.len();
+        for k in unit.clone() {
+            let id = self.running[k];
+            if self.to_compute(id) != 1 {
+                continue;
+            }
+            self.free_window(id);
+            while !self.grow(id, 1, plan) {
+                if self.in_flight.iter().any(|step| !step.blocks.is_empty()) {
+                    return false;
+                }
+                if self.reclaim_swapped(plan) {
+                    continue;
+                }
+                let last = self.unit(&self.running, self.running.len() - 1);
+                if last.start == unit.start {
+                    // Copies into blocks that are given back are not made; what they were to
+                    // hold is computed anew.
+                    let copied = plan.transfers.copies.len() > num_copies;
+                    plan.transfers.copies.truncate(num_copies);
+                    self.preempt(last, plan, copied);
+                    return false;
+                }
+                self.preempt(last, plan, false);
+            }
+        }
+        true
+    }
+
+    /// Gives `id` blocks for `n` more tokens, copying the one it writes to if others hold it
+    /// too; false, and nothing happened: too few are free.
     fn grow(&mut self, id: SeqId, n: usize, plan: &mut StepPlan) -> bool {
-        loop {
-            let seq = self.seqs.get_mut(id);
-            let end = seq.num_computed_tokens + n;
-            let missing = end.div_ceil(self.config.block_size).saturating_sub(seq.blocks.len());
-            if self.pool.allocate(missing, &mut seq.blocks) {
-                return true;
-            }
-            let victim = *self.running.last().expect("id is running");
-            self.preempt(victim, plan);
-            if victim == id {
-                return false;
-            }
+        let block_size = self.config.block_size;
+        let seq = self.seqs.get_mut(id);
+        let end = seq.num_computed_tokens + n;
+        let missing = end.div_ceil(block_size).saturating_sub(seq.table.len());
+        let first = seq.kv_len / block_size;
+        let shared = (first < seq.table.len() && seq.kv_len < end)
+            .then(|| seq.table.get(first).expect("a block that is written is not freed"))
+            .filter(|&block| self.pool.ref_cnt(block) > 1);
+        let copies = usize::from(shared.is_some());
+        if missing + copies > self.pool.num_free() {
+            return false;
+        }
+        let taken = self.pool.allocate(missing, seq.table.blocks_mut());
+        assert!(taken, "counted above");
+        if let Some(source) = shared {
+            let mut copy = Vec::with_capacity(1);
+            let taken = self.pool.allocate(1, &mut copy);
+            assert!(taken, "counted above");
+            seq.table.replace(first, copy[0]);
+            self.pool.release(source);
+            plan.transfers.copies.push((source.0, copy[0].0));
+            self.stats.num_block_copies += 1;
+        }
+        true
+    }
+
+    /// Frees the blocks that every token still to come is past.
+    fn free_window(&mut self, id: SeqId) {
+        let Some(window) = self.config.window else { return };
+        let seq = self.seqs.get_mut(id);
+        let first_seen = (seq.num_computed_tokens + 1).saturating_sub(window);
+        let before = first_seen / self.config.block_size;
+        // Cached as they are, they may be found again: the earliest is the first to be reused.
+        for block in seq.table.free_before(before) {
+            self.pool.release(block);
+            self.stats.num_window_freed += 1;
         }
     }
 
-    /// Takes all blocks of the last running sequence and puts it back at the head of the queue:
-    /// whatever runs arrived before whatever waits. Only decodes need blocks while running, and
-    /// they are planned in arrival order, so a victim is never part of the plan yet.
-    fn preempt(&mut self, victim: SeqId, plan: &mut StepPlan) {
-        let popped = self.running.pop();
-        assert_eq!(popped, Some(victim), "victims come from the end");
-        debug_assert!(plan.scheduled.iter().all(|s| s.id != victim), "the victim is planned");
-        let seq = self.seqs.get_mut(victim);
-        self.pool.release_table(&mut seq.blocks);
-        seq.num_computed_tokens = 0;
-        seq.num_preemptions += 1;
-        self.num_preemptions += 1;
-        self.waiting.push_front(victim);
-        plan.preempted.push(victim);
-    }
-
-    /// Admits waiting sequences while seat, budget and blocks last.
-    fn admit(&mut self, plan: &mut StepPlan, budget: &mut usize) {
-        while *budget > 0 && self.running.len() < self.config.max_num_seqs {
-            let Some(&id) = self.waiting.front() else { return };
-            let seq = self.seqs.get_mut(id);
-            let blocks = seq.tokens.len().div_ceil(self.config.block_size);
-            if !self.pool.allocate(blocks, &mut seq.blocks) {
-                return;
-            }
-            let n = seq.num_uncomputed().min(*budget);
-            self.waiting.pop_front();
-            self.running.push(id);
-            *budget -= n;
-            self.push(plan, id, n);
-        }
-    }
-
-    fn push(&self, plan: &mut StepPlan, id: SeqId, num_scheduled_tokens: usize) {
-        let seq = self.seqs.get(id);
+    fn push(&mut self, plan: &mut StepPlan, id: SeqId, num_scheduled_tokens: usize) {
+        let seq = self.seqs.get_mut(id);
         let start = seq.num_computed_tokens;
-        plan.scheduled.push(ScheduledSeq {
-            id,
-            start,
-            num_scheduled_tokens,
-            samples: start + num_scheduled_tokens == seq.tokens.len(),
-        });
+        let end = start + num_scheduled_tokens;
+        let samples = end == seq.num_tokens();
+        let write_from = seq.kv_len.max(start);
+        plan.scheduled.push(ScheduledSeq { id, start, num_scheduled_tokens, write_from, samples });
+        seq.last_planned = (plan.step, start);
+        seq.num_computed_tokens = end;
+        seq.kv_len = seq.kv_len.max(end);
+        seq.num_pending += usize::from(samples);
+        let prompt_done = (start..end).contains(&(seq.prompt_len - 1));
+        if let Some(group) = seq.group.filter(|_| prompt_done) {
+            self.woken.push(group);
+        }
+        self.publish(id, plan.step);
     }
 
-    /// Records a computed step: `sampled` holds one token for each planned sequence with
-    /// `samples`, in plan order. Appends the sequences that ended to `finished`; they still
-    /// hold their blocks until [`Scheduler::finish`].
+    /// Names the full blocks of `id` whose tokens are known. `step` is the latest that writes
+    /// them.
+    fn publish(&mut self, id: SeqId, step: u64) {
+        let Some(hasher) = &self.config.prefix_cache else { return };
+        let seq = self.seqs.get_mut(id);
+        if seq.state != State::Running {
+            return;
+        }
+        let full = seq.kv_len.min(seq.tokens.len()) / self.config.block_size;
+        if full <= seq.num_published {
+            return;
+        }
+        name_blocks(hasher, seq, full, self.config.block_size);
+        for i in seq.num_published..full {
+            if let Some(block) = seq.table.get(i) {
+                self.pool.publish(block, seq.hashes[i], step);
+            }
+        }
+        seq.num_published = full;
+    }
+
+    /// Lets the samples of a prompt that is computed now join the queue.
+    fn wake_samples(&mut self) {
+        for group in std::mem::take(&mut self.woken) {
+            let Some(Group { members, kind: GroupKind::Samples }) = self.groups.get(&group) else {
+                continue;
+            };
+            let members = members.clone();
+            if !members.iter().any(|&id| self.holds_prompt(id)) {
+                continue;
+            }
+            for id in members {
+                if self.seqs.get(id).state == State::Pending {
+                    self.seqs.get_mut(id).state = State::Waiting;
+                    self.enqueue(id);
+                }
+            }
+        }
+    }
+
+    /// Records the oldest step under way: `sampled` holds one token for each planned sequence
+    /// with `samples`, in plan order, also for those that have ended meanwhile. Appends the
+    /// sequences that ended to `finished`; they still hold their blocks until
+    /// [`Scheduler::finish`]. The tokens of beams come with [`Scheduler::advance_beams`].
     pub fn update(
         &mut self,
         plan: &StepPlan,
         sampled: impl IntoIterator<Item = u32>,
         finished: &mut Vec<(SeqId, FinishReason)>,
     ) {
+        let mut done = self.in_flight.pop_front().expect("a step is under way");
+        assert_eq!(done.step, plan.step, "steps are updated in order");
+        self.pool.steps_written(plan.step);
+        self.pool.release_all(&mut done.blocks);
+        self.host.release_all(&mut done.host_blocks);
         let mut sampled = sampled.into_iter();
-        for s in &plan.scheduled {
+        for s in plan.scheduled.iter().filter(|s| s.samples) {
+            let token = sampled.next().expect("one token for each sampling sequence");
+            if !self.seqs.contains(s.id) || self.beams(s.id).is_some() {
+                continue;
+            }
             let seq = self.seqs.get_mut(s.id);
-            assert_eq!(seq.num_computed_tokens, s.start, "plan is stale");
-            seq.num_computed_tokens += s.num_scheduled_tokens;
-            if s.samples {
-                let token = sampled.next().expect("one token for each sampling sequence");
-                seq.tokens.push(token);
-                if let Some(reason) = seq.finish_reason() {
-                    finished.push((s.id, reason));
-                }
+            seq.num_pending -= 1;
+            seq.tokens.push(token);
+            if let Some(reason) = seq.finish_reason() {
+                finished.push((s.id, reason));
             }
         }
         assert!(sampled.next().is_none(), "more tokens than sampling sequences");
     }
 
-    /// Ends a sequence (finished, stopped by text, failed or aborted): its blocks go back and
-    /// it is returned. Not between `schedule` and `update`.
-    pub fn finish(&mut self, id: SeqId) -> Sequence {
-        let mut seq = self.seqs.remove(id);
-        self.pool.release_table(&mut seq.blocks);
-        if let Some(at) = self.running.iter().position(|&r| r == id) {
-            self.running.remove(at);
-        } else {
-            let at = self.waiting.iter().position(|&w| w == id).expect("running or waiting");
-            self.waiting.remove(at);
+    /// Takes back all steps under way, as one of them failed: their sequences are computed anew
+    /// as far as the prefix cache does not hold what earlier steps wrote.
+    pub fn cancel(&mut self) {
+        while let Some(mut step) = self.in_flight.pop_back() {
+            self.stats.num_cancelled_steps += 1;
+            self.pool.release_all(&mut step.blocks);
+            self.host.release_all(&mut step.host_blocks);
+            for id in step.seqs {
+                if self.seqs.contains(id) {
+                    self.restart(id);
+                }
+            }
         }
+        self.pool.withdraw_unwritten();
+        self.close_static_batch();
+    }
+
+    /// Ends a sequence (finished, stopped by text, failed or aborted) and returns it. Its blocks
+    /// are free when this returns, or, where steps under way compute it, when those are updated.
+    pub fn finish(&mut self, id: SeqId) -> Sequence {
+        self.publish(id, self.step);
+        if self.in_flight.is_empty() {
+            self.pool.steps_written(self.step);
+        }
+        let mut seq = self.seqs.remove(id);
+        let (mut blocks, mut host_blocks) = seq.take_blocks();
+        match &seq.state {
+            State::Running => {
+                let at = self.running.iter().position(|&r| r == id).expect("running");
+                self.running.remove(at);
+            }
+            State::Waiting | State::Swapped(_) => {
+                let at = self.waiting.iter().position(|&w| w == id).expect("waiting");
+                self.waiting.remove(at);
+            }
+            State::Pending => {}
+        }
+        self.leave_group(id, &seq);
+        if self.config.policy == Policy::Static && seq.state == State::Running {
+            self.batch.keep(blocks);
+        } else if let Some(step) = self.in_flight.iter_mut().rfind(|f| f.seqs.contains(&id)) {
+            self.stats.num_ended_in_flight += 1;
+            step.blocks.append(&mut blocks);
+            step.host_blocks.append(&mut host_blocks);
+        } else {
+            self.pool.release_all(&mut blocks);
+            self.host.release_all(&mut host_blocks);
+        }
+        self.close_static_batch();
         seq
     }
 
-    /// Asserts every invariant of queues, tables and pool; for tests, after every operation.
-    pub fn check_integrity(&self) {
-        let tables: Vec<&[BlockId]> = self.seqs.iter().map(|s| s.blocks.as_slice()).collect();
-        self.pool.check_integrity(tables.into_iter());
-        assert_eq!(self.seqs.len(), self.running.len() + self.waiting.len());
-        assert!(self.running.len() <= self.config.max_num_seqs);
-        let arrival = |&id: &SeqId| self.seqs.get(id).arrival;
-        assert!(self.running.iter().map(arrival).is_sorted(), "running is not by arrival");
-        assert!(self.waiting.iter().map(arrival).is_sorted(), "waiting is not by arrival");
-        for &id in &self.waiting {
-            let seq = self.seqs.get(id);
-            assert!(seq.blocks.is_empty() && seq.num_computed_tokens == 0, "waiting with blocks");
+    /// Takes an ended sequence out of its group. If it was to compute the prompt for others, the
+    /// next of them does.
+    fn leave_group(&mut self, id: SeqId, seq: &Sequence) {
+        let Some(group_id) = seq.group else { return };
+        let group = self.groups.get_mut(&group_id).expect("the group of a live sequence");
+        group.members.retain(|&m| m != id);
+        if group.members.is_empty() {
+            let group = self.groups.remove(&group_id).expect("just seen");
+            if let GroupKind::Beams { width } = group.kind
+                && seq.state == State::Running
+            {
+                self.reserved_seats -= width - 1;
+            }
+            return;
         }
-        for &id in &self.running {
-            let seq = self.seqs.get(id);
-            let covered = seq.blocks.len() * self.config.block_size;
-            assert!(seq.num_computed_tokens <= covered, "computed tokens without blocks");
-            let needed = seq.tokens.len().div_ceil(self.config.block_size);
-            assert!(seq.blocks.len() <= needed, "more blocks than tokens need");
-            assert!(seq.num_computed_tokens < seq.tokens.len(), "nothing left to compute");
-            assert!(seq.tokens.len() <= self.config.max_model_len, "longer than the context");
+        if let GroupKind::Beams { .. } = group.kind {
+            // The seat stays the group's until the last beam leaves.
+            self.reserved_seats += usize::from(seq.state == State::Running);
+            return;
         }
+        let members = group.members.clone();
+        let pending = |id: &SeqId| self.seqs.get(*id).state == State::Pending;
+        if let Some(&next) = members.first().filter(|_| members.iter().all(pending)) {
+            self.seqs.get_mut(next).state = State::Waiting;
+            self.enqueue(next);
+        }
+    }
+}
+
+/// Names the first `count` blocks of `seq`.
+fn name_blocks(hasher: &PrefixHasher, seq: &mut Sequence, count: usize, block_size: usize) {
+    let mut parent = match seq.hashes.last() {
+        Some(&last) => last,
+        None => seq.root.expect("with a cache every sequence has a root"),
+    };
+    for i in seq.hashes.len()..count {
+        parent = hasher.link(&parent, &seq.tokens[i * block_size..(i + 1) * block_size]);
+        seq.hashes.push(parent);
     }
 }

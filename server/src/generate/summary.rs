@@ -2,7 +2,7 @@
 
 use super::latency::{Latencies, Latency};
 use crate::output::{counted, two_columns};
-use quire_engine::engine::EngineStats;
+use quire_engine::metrics::EngineStats;
 use quire_engine::{Engine, RequestOutput};
 use serde::Serialize;
 use std::time::Duration;
@@ -67,7 +67,8 @@ impl Tally {
 
     /// The summary of a run on `engine` that took `wall`.
     pub fn summary(&self, engine: &Engine, wall: Duration) -> Summary {
-        let EngineStats { peak_blocks, num_preemptions, .. } = engine.stats();
+        let stats = engine.stats();
+        let EngineStats { peak_blocks, .. } = stats;
         let seconds = wall.as_secs_f64();
         let rate = |tokens: u64| if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
         let num_blocks = engine.limits().num_blocks;
@@ -86,7 +87,7 @@ impl Tally {
             peak_kv_blocks: peak_blocks,
             num_kv_blocks: num_blocks,
             peak_kv_percent: 100.0 * peak_blocks as f64 / num_blocks as f64,
-            preemptions: num_preemptions,
+            preemptions: stats.num_preemptions(),
             wall_s: seconds,
         }
     }

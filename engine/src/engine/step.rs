@@ -1,0 +1,217 @@
+//! One step: schedule, prepare, execute, apply.
+//!
+//! With `plan_ahead`, a step is planned and prepared before the results of the one before are
+//! applied, as a device needs it that shall never wait for the host; tokens still to be sampled
+//! are filled in from the results of that step.
+
+use super::state::Step;
+use super::{Engine, EngineError, FinishReason, RequestOutput, StepOutput};
+use crate::runner::{ExecutorOutput, StepInput, prepare};
+use crate::sampling::{RowError, RowTarget, SampleOutput};
+use crate::scheduler::{self, SeqId, StepPlan};
+use std::collections::HashMap;
+use std::time::Instant;
+
+/// A step with everything that belongs to it.
+#[derive(Default)]
+pub(super) struct Flight {
+    plan: StepPlan,
+    input: StepInput,
+    results: ExecutorOutput,
+}
+
+impl Flight {
+    /// The tokens sampled, by sequence; 0 for a row that failed.
+    fn tokens(&self) -> HashMap<SeqId, u32> {
+        let answered = self.input.sampling.rows.iter().zip(&self.input.owners);
+        let answered = answered.filter(|(row, _)| row.target != RowTarget::Nothing);
+        let sampled = answered.zip(&self.results.samples);
+        let sampled = sampled.filter(|((row, _), _)| row.target == RowTarget::Sample);
+        sampled.map(|((_, owner), sample)| (owner.0, sample.token.unwrap_or(0))).collect()
+    }
+}
+
+impl Engine {
+    /// Computes one step and returns what it brought; empty when nothing is left to do.
+    ///
+    /// # Errors
+    /// The backend failed. No token was taken; the next call plans the same tokens again.
+    pub fn step(&mut self) -> Result<StepOutput, EngineError> {
+        let mut out = std::mem::take(&mut self.unreported);
+        let start = Instant::now();
+        self.scheduler.schedule(&mut self.flight.plan);
+        self.stats.times.schedule += start.elapsed();
+        let planned = !self.flight.plan.is_empty();
+        let before = self.ahead.take();
+        let result = if planned { self.run(before.as_ref()) } else { Ok(()) };
+        if let Some(mut before) = before {
+            self.apply(&mut before, &mut out);
+        }
+        if let Err(error) = result {
+            self.scheduler.cancel();
+            self.unreported = out;
+            return Err(error);
+        }
+        if planned && self.plan_ahead {
+            self.ahead = Some(std::mem::take(&mut self.flight));
+        } else if planned {
+            let mut flight = std::mem::take(&mut self.flight);
+            self.apply(&mut flight, &mut out);
+            self.flight = flight;
+        }
+        self.complete_idle_step();
+        self.withhold(&mut out);
+        Ok(out)
+    }
+
+    /// Prepares and executes the step that was planned. `before` is the one under way.
+    fn run(&mut self, before: Option<&Flight>) -> Result<(), EngineError> {
+        self.stats.peak_blocks = self.stats.peak_blocks.max(self.scheduler.pool().num_held());
+        let now = Instant::now();
+        let Flight { plan, input, results } = &mut self.flight;
+        for s in &plan.scheduled {
+            self.requests.get_mut(&s.id).expect("a request a sequence").scheduled(now);
+        }
+        let requests = &self.requests;
+        input.sampling.vocab_limit = self.vocab_size;
+        prepare(plan, &self.scheduler, |id| &requests[&id].rows, input);
+        if !input.placeholders.is_empty() {
+            let tokens = before.expect("placeholders have a step before").tokens();
+            for (at, seq) in &input.placeholders {
+                input.forward.token_ids[*at] = tokens[seq];
+            }
+        }
+        self.stats.times.prepare += now.elapsed();
+
+        let start = Instant::now();
+        if !plan.transfers.is_empty() {
+            self.executor.transfer(&plan.transfers)?;
+            let swapped = plan.transfers.swap_out.len() + plan.transfers.swap_in.len();
+            self.stats.swap_bytes += (swapped * self.block_bytes) as u64;
+        }
+        self.stats.times.transfer += start.elapsed();
+        results.samples.clear();
+        results.captured.clear();
+        let StepInput { forward, sampling, capture, .. } = &*input;
+        if forward.num_tokens() > 0 {
+            self.executor.execute(forward, sampling, capture, results)?;
+            self.stats.times.forward += results.forward_time;
+            self.stats.times.sample += results.sample_time;
+        }
+        self.stats.num_steps += 1;
+        self.stats.num_computed_tokens += plan.num_tokens() as u64;
+        Ok(())
+    }
+
+    /// Applies the results of a step to scheduler and requests.
+    fn apply(&mut self, flight: &mut Flight, out: &mut StepOutput) {
+        let now = Instant::now();
+        let Flight { plan, input, results } = flight;
+        for (row, logits) in results.captured.drain(..) {
+            let (seq, position) = input.owners[row];
+            if let Some(state) = self.requests.get_mut(&seq) {
+                state.captured(position, logits);
+            }
+        }
+        let mut samples = results.samples.drain(..);
+        let mut sampled = Vec::new();
+        let mut failed: Vec<(SeqId, RowError)> = Vec::new();
+        for (row, &(seq, position)) in input.sampling.rows.iter().zip(&input.owners) {
+            if row.target == RowTarget::Nothing {
+                continue;
+            }
+            let sample = samples.next().expect("one answer a row");
+            if row.target == RowTarget::Sample {
+                sampled.push(sample);
+                continue;
+            }
+            // A request that ended, and one after its first failed row, have no use for more.
+            let Some(state) = self.requests.get_mut(&seq) else { continue };
+            if failed.last().is_some_and(|(id, _)| *id == seq) {
+                continue;
+            }
+            match sample.token {
+                Ok(_) => {
+                    let logprobs = sample.logprobs.expect("a given token comes with its logprob");
+                    state.prompt_logprobs(position, logprobs);
+                }
+                Err(error) => failed.push((seq, error)),
+            }
+        }
+        drop(samples);
+        let mut ended = Vec::new();
+        // A failed row still needs a token to account for; the request ends below without it.
+        let tokens = sampled.iter().map(|s| s.token.unwrap_or(0));
+        self.scheduler.update(plan, tokens, &mut ended);
+        self.stats.num_generated_tokens += sampled.len() as u64;
+        let mut ended = ended.into_iter().peekable();
+        let mut sampled = sampled.into_iter();
+        for s in &plan.scheduled {
+            let sample = s.samples.then(|| sampled.next().expect("one token a sequence"));
+            let reason = ended.next_if(|(id, _)| *id == s.id).map(|(_, reason)| reason);
+            if !self.requests.contains_key(&s.id) {
+                continue;
+            }
+            if let Some(&(_, error)) = failed.iter().find(|(id, _)| *id == s.id) {
+                let reason = FinishReason::Error(error.to_string());
+                out.finished.push(self.finish(s.id, reason, sample.map(|_| error)));
+            } else if let Some(sample) = sample {
+                self.apply_sample(s.id, sample, reason, now, out);
+            }
+        }
+        self.stats.times.output += now.elapsed();
+    }
+
+    fn apply_sample(
+        &mut self,
+        seq: SeqId,
+        sample: SampleOutput,
+        ended: Option<scheduler::FinishReason>,
+        now: Instant,
+        out: &mut StepOutput,
+    ) {
+        let state = self.requests.get_mut(&seq).expect("a request a sequence");
+        let token = match sample.token {
+            Ok(token) => token,
+            Err(error) => {
+                let reason = FinishReason::Error(error.to_string());
+                out.finished.push(self.finish(seq, reason, Some(error)));
+                return;
+            }
+        };
+        let step = state.token(token, sample.logprobs, ended, now);
+        let Step { delta, finish } = step.unwrap_or_else(|error| Step {
+            delta: None,
+            finish: Some(FinishReason::Error(error.to_string())),
+        });
+        out.deltas.extend(delta);
+        if let Some(reason) = finish {
+            out.finished.push(self.finish(seq, reason, None));
+        }
+    }
+
+    /// With no request left, a step under way has nobody to bring anything to; applying it gives
+    /// its blocks back.
+    pub(super) fn complete_idle_step(&mut self) {
+        if self.ids.is_empty()
+            && let Some(mut step) = self.ahead.take()
+        {
+            self.apply(&mut step, &mut StepOutput::default());
+        }
+    }
+
+    /// Static batching hands out a batch's outputs when its last member has ended.
+    fn withhold(&mut self, out: &mut StepOutput) {
+        let now = Instant::now();
+        if self.scheduler.static_batch_is_open() {
+            self.withheld.extend(out.finished.drain(..).map(|output| (now, output)));
+        } else if !self.withheld.is_empty() {
+            let held = std::mem::take(&mut self.withheld).into_iter();
+            let held = held.map(|(since, mut output): (Instant, RequestOutput)| {
+                output.metrics.e2e += now - since;
+                output
+            });
+            out.finished.splice(0..0, held);
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Counters of an engine, as plain structs.
+
+use crate::scheduler::SchedulerStats;
+use std::time::{Duration, Instant};
+
+/// Where the time of steps went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// Planning.
+    pub schedule: Duration,
+    /// Building the input.
+    pub prepare: Duration,
+    /// Copying blocks.
+    pub transfer: Duration,
+    /// Hidden states and logits.
+    pub forward: Duration,
+    /// Choosing tokens.
+    pub sample: Duration,
+    /// Applying the results: detokenising, stop checks, outputs.
+    pub output: Duration,
+}
+
+impl StepTimes {
+    /// All of it.
+    pub fn total(&self) -> Duration {
+        self.parts().iter().map(|part| part.1).sum()
+    }
+
+    /// Each part with its name, in the order of a step.
+    pub fn parts(&self) -> [(&'static str, Duration); 6] {
+        [
+            ("schedule", self.schedule),
+            ("prepare", self.prepare),
+            ("transfer", self.transfer),
+            ("forward", self.forward),
+            ("sample", self.sample),
+            ("output", self.output),
+        ]
+    }
+}
+
+/// Counters since the engine started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Steps computed.
+    pub num_steps: u64,
+    /// Tokens computed, recomputed ones included, padding not.
+    pub num_computed_tokens: u64,
+    /// Tokens sampled.
+    pub num_generated_tokens: u64,
+    /// Most KV blocks held at once.
+    pub peak_blocks: usize,
+    /// Bytes copied to the host and back.
+    pub swap_bytes: u64,
+    /// What the scheduler counts.
+    pub scheduler: SchedulerStats,
+    /// Where the time went.
+    pub times: StepTimes,
+}
+
+impl EngineStats {
+    /// Sequences that gave up their blocks.
+    pub fn num_preemptions(&self) -> u64 {
+        self.scheduler.num_preemptions()
+    }
+
+    /// Tokens computed that were not just sampled: prompts, and what was computed anew.
+    pub fn num_prompt_tokens(&self) -> u64 {
+        self.num_computed_tokens.saturating_sub(self.num_generated_tokens)
+    }
+}
+
+/// What the log line shows of this moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LoadSnapshot {
+    /// Counters so far.
+    pub stats: EngineStats,
+    /// Sequences with a seat.
+    pub num_running: usize,
+    /// Sequences without.
+    pub num_waiting: usize,
+    /// Share of the KV blocks that is held, 0 to 1.
+    pub kv_usage: f64,
+}
+
+/// The log line of a busy engine, every so often.
+#[derive(Debug)]
+pub struct LoadLog {
+    interval: Duration,
+    last: Instant,
+    stats: EngineStats,
+}
+
+impl LoadLog {
+    /// A line every `interval` from `now` on.
+    pub fn new(interval: Duration, now: Instant) -> Self {
+        LoadLog { interval, last: now, stats: EngineStats::default() }
+    }
+
+    /// The line, when its time has come: rates since the one before, and how things are now.
+    pub fn line(&mut self, now: Instant, load: impl FnOnce() -> LoadSnapshot) -> Option<String> {
+        let elapsed = now.duration_since(self.last);
+        if elapsed < self.interval {
+            return None;
+        }
+        let LoadSnapshot { stats, num_running, num_waiting, kv_usage } = load();
+        let seconds = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
+        let before = std::mem::replace(&mut self.stats, stats);
+        self.last = now;
+        let queries = stats.scheduler.prefix_queries - before.scheduler.prefix_queries;
+        let hits = stats.scheduler.prefix_hits - before.scheduler.prefix_hits;
+        let hit_rate = if queries == 0 { 0.0 } else { 100.0 * hits as f64 / queries as f64 };
+        Some(format!(
+            "prompt {:.1} tok/s, generation {:.1} tok/s, running {num_running}, waiting \
+             {num_waiting}, KV cache {:.1} %, prefix cache hits {hit_rate:.1} %",
+            rate(stats.num_prompt_tokens(), before.num_prompt_tokens()),
+            rate(stats.num_generated_tokens, before.num_generated_tokens),
+            100.0 * kv_usage,
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_comes_at_its_time_with_rates_since_the_last_one() {
+        let start = Instant::now();
+        let mut log = LoadLog::new(Duration::from_secs(10), start);
+        assert_eq!(log.line(start + Duration::from_secs(9), || unreachable!()), None);
+        let mut load =
+            LoadSnapshot { num_running: 3, num_waiting: 2, kv_usage: 0.25, ..Default::default() };
+        load.stats.num_computed_tokens = 1500;
+        load.stats.num_generated_tokens = 500;
+        load.stats.scheduler.prefix_queries = 400;
+        load.stats.scheduler.prefix_hits = 100;
+        let line = log.line(start + Duration::from_secs(10), || load).unwrap();
+        assert_eq!(
+            line,
+            "prompt 100.0 tok/s, generation 50.0 tok/s, running 3, waiting 2, KV cache 25.0 %, \
+             prefix cache hits 25.0 %"
+        );
+        let line = log.line(start + Duration::from_secs(20), || load).unwrap();
+        assert!(line.starts_with("prompt 0.0 tok/s, generation 0.0 tok/s"), "{line}");
+        assert!(line.ends_with("hits 0.0 %"), "{line}");
+    }
+}
