@@ -23,8 +23,8 @@ pub mod scheduler;
 pub mod text;
 
 pub use crate::engine::{
-    Engine, EngineError, FinishReason, Llm, Request, RequestDelta, RequestError, RequestId,
-    RequestMetrics, RequestOutput, StepOutput, StopReason, derived_seed,
+    BeamScore, Engine, EngineError, FinishReason, Llm, Request, RequestDelta, RequestError,
+    RequestId, RequestMetrics, RequestOutput, StepOutput, StopReason, derived_seed,
 };
 pub use config::EngineConfig;
 pub use ops::{Backend, BackendError, DType};

@@ -4,6 +4,7 @@
 //! either completes for all of its sequences or fails as a whole; a failed step may be tried
 //! again. A bad row (NaN), or a token that cannot be decoded, ends its own request only.
 
+mod beams;
 mod chat;
 mod llm;
 mod measure;
@@ -15,7 +16,7 @@ mod step;
 
 pub use llm::{Llm, LlmError};
 pub use output::{
-    FinishReason, RequestDelta, RequestMetrics, RequestOutput, StepOutput, StopReason,
+    BeamScore, FinishReason, RequestDelta, RequestMetrics, RequestOutput, StepOutput, StopReason,
 };
 pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
 
@@ -28,6 +29,7 @@ use crate::sampling::{LogitsProcessor, ParamLimits, RowError};
 use crate::scheduler::{self, KvUsage, NewSequence, Scheduler, SchedulerConfig, SeqId};
 use crate::text::Tokenizer;
 use crate::text::chat::FoundTemplate;
+use beams::BeamState;
 use chat::ChatTemplates;
 use rows::{RowContext, RowPlan, TokenLists};
 use state::RequestState;
@@ -70,8 +72,11 @@ pub struct Engine {
     seed: u64,
     scheduler: Scheduler,
     requests: HashMap<SeqId, RequestState>,
-    /// Live sequences of live requests, in order of arrival.
+    /// Live sequences of live requests, in order of arrival; none for those with beams.
     ids: BTreeMap<RequestId, Vec<SeqId>>,
+    /// Live requests with beams.
+    beams: BTreeMap<RequestId, BeamState>,
+    beam_of: HashMap<SeqId, RequestId>,
     processors: BTreeMap<String, Arc<dyn LogitsProcessor>>,
     max_logprobs: u32,
     next_id: u64,
@@ -120,6 +125,8 @@ impl Engine {
             seed,
             requests: HashMap::new(),
             ids: BTreeMap::new(),
+            beams: BTreeMap::new(),
+            beam_of: HashMap::new(),
             processors: BTreeMap::new(),
             next_id: 0,
             stats: EngineStats::default(),
@@ -270,6 +277,11 @@ impl Engine {
             skip_cache: request.params.prompt_logprobs.is_some() || request.capture_logits,
             needs_history: processor.is_some() || lists.needs_history(&request.params),
         };
+        if request.params.use_beam_search {
+            self.add_beam_request(id, request, new, seed, arrival)?;
+            self.next_id += 1;
+            return Ok(id);
+        }
         let seqs = self.scheduler.add(new, request.params.n)?;
         for (index, &seq) in seqs.iter().enumerate() {
             let context = RowContext {
@@ -331,9 +343,9 @@ impl Engine {
     /// Ends the live sequences of a request; their blocks are free when this returns. Empty: no
     /// such request, or it has ended.
     pub fn abort(&mut self, id: RequestId) -> Vec<RequestOutput> {
+        let mut outputs = self.finish_search(id, Some(FinishReason::Abort));
         let seqs = self.ids.get(&id).cloned().unwrap_or_default();
-        let outputs = seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None));
-        let outputs = outputs.collect();
+        outputs.extend(seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None)));
         self.complete_idle_step();
         outputs
     }
@@ -362,6 +374,7 @@ impl Engine {
     pub fn check_integrity(&self) {
         self.scheduler.check_integrity();
         assert_eq!(self.requests.len(), self.ids.values().map(Vec::len).sum::<usize>());
+        assert!(self.beams.keys().all(|id| self.ids.contains_key(id)), "beams of no request");
         if self.ids.is_empty() {
             assert_eq!(self.num_held_blocks(), 0, "an idle engine holds blocks");
         }

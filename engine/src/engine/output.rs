@@ -53,6 +53,8 @@ pub struct RequestMetrics {
     pub e2e: Duration,
     /// Times its blocks were taken.
     pub num_preemptions: u32,
+    /// Prompt tokens that were found in the prefix cache.
+    pub num_cached_tokens: usize,
 }
 
 /// New text and tokens of a streaming request.
@@ -98,6 +100,17 @@ pub struct RequestOutput {
     pub metrics: RequestMetrics,
     /// Logits of positions `0..`, where captured.
     pub logits: Vec<Vec<f32>>,
+    /// How likely it is, where it was found by beam search.
+    pub beam: Option<BeamScore>,
+}
+
+/// How likely a sequence is that beam search found.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct BeamScore {
+    /// Sum of the log-probabilities of its tokens.
+    pub cumulative_logprob: f64,
+    /// The sum over length^`length_penalty`.
+    pub score: f64,
 }
 
 /// What one step brought.

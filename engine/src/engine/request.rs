@@ -96,6 +96,9 @@ pub enum RequestError {
         /// Rows of the embedding table.
         vocab_size: usize,
     },
+    /// Beams are compared until the end.
+    #[error("a request with beams is answered at its end; stream and capture_logits must be off")]
+    BeamsAtTheEndOnly,
     /// `min_tokens` exceeds what the context leaves room for.
     #[error("min_tokens is {min_tokens}, but at most {max_tokens} tokens can be generated")]
     MinTokens {

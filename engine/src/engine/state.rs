@@ -177,8 +177,10 @@ impl RequestState {
                 tpot,
                 e2e: now - self.arrival,
                 num_preemptions: sequence.num_preemptions,
+                num_cached_tokens: sequence.num_cached_tokens,
             },
             logits: self.logits,
+            beam: None,
         }
     }
 }

@@ -70,11 +70,18 @@ impl Engine {
         let now = Instant::now();
         let Flight { plan, input, results } = &mut self.flight;
         for s in &plan.scheduled {
-            self.requests.get_mut(&s.id).expect("a request a sequence").scheduled(now);
+            match self.requests.get_mut(&s.id) {
+                Some(state) => state.scheduled(now),
+                None => self.beams.get_mut(&self.beam_of[&s.id]).expect("a search").scheduled(now),
+            }
         }
-        let requests = &self.requests;
+        let (requests, beams, beam_of) = (&self.requests, &self.beams, &self.beam_of);
+        let rows = |id: SeqId| match requests.get(&id) {
+            Some(state) => &state.rows,
+            None => &beams[&beam_of[&id]].rows,
+        };
         input.sampling.vocab_limit = self.vocab_size;
-        prepare(plan, &self.scheduler, |id| &requests[&id].rows, input);
+        prepare(plan, &self.scheduler, rows, input);
         if !input.placeholders.is_empty() {
             let tokens = before.expect("placeholders have a step before").tokens();
             for (at, seq) in &input.placeholders {
@@ -149,6 +156,12 @@ impl Engine {
         for s in &plan.scheduled {
             let sample = s.samples.then(|| sampled.next().expect("one token a sequence"));
             let reason = ended.next_if(|(id, _)| *id == s.id).map(|(_, reason)| reason);
+            if self.beam_of.contains_key(&s.id) {
+                if let Some(sample) = sample {
+                    self.beam_candidates(s.id, sample, now);
+                }
+                continue;
+            }
             if !self.requests.contains_key(&s.id) {
                 continue;
             }
@@ -159,6 +172,7 @@ impl Engine {
                 self.apply_sample(s.id, sample, reason, now, out);
             }
         }
+        self.advance_searches(out);
         self.stats.times.output += now.elapsed();
     }
 

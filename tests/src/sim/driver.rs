@@ -100,7 +100,13 @@ impl Sim {
     pub fn num_free_seats(&self) -> usize {
         let running = |id: &SeqId| self.scheduler.is_running(*id);
         let seats = |request: &Request| match &request.beams {
-            Some((width, ..)) => if running(&request.ids[0]) { *width } else { 0 },
+            Some((width, ..)) => {
+                if running(&request.ids[0]) {
+                    *width
+                } else {
+                    0
+                }
+            }
             None => request.ids.iter().filter(|id| running(id)).count(),
         };
         let held: usize = self.requests.values().map(seats).sum();
@@ -169,11 +175,8 @@ impl Sim {
             skip_cache: *skip_cache,
             needs_history: *needs_history,
         };
-        let refused = if *beams {
-            self.add_beams(new, *n).is_err()
-        } else {
-            self.add(new, *n).is_err()
-        };
+        let refused =
+            if *beams { self.add_beams(new, *n).is_err() } else { self.add(new, *n).is_err() };
         self.totals.refused += u64::from(refused);
     }
 
@@ -226,10 +229,12 @@ impl Sim {
                 (seed, output, reason)
             });
             let needs_history = new.needs_history || width.is_some();
+            let mut history = history.clone();
+            history.sample_seed = expected.as_ref().map(|e| e.0);
             let live = Live { request, order, priority: new.priority, expected, needs_history };
             assert!(self.live.insert(id, live).is_none(), "{id:?} was given twice");
             self.totals.started += 1;
-            assert!(self.histories.insert(id, history.clone()).is_none(), "{id:?} lived before");
+            assert!(self.histories.insert(id, history).is_none(), "{id:?} lived before");
         }
         let beams = width.map(|width| (width, HashMap::new(), vec![history]));
         let NewSequence { prompt, cache_salt: salt, rules, .. } = new.clone();
@@ -320,21 +325,18 @@ impl Sim {
     fn sample(&mut self, id: SeqId, end: usize) -> u32 {
         let history = self.histories.get_mut(&id).expect("kept while steps are under way");
         let hash = history.hash(end - 1);
-        let Some(live) = self.live.get(&id) else { return 0 };
-        match &live.expected {
-            Some((seed, ..)) => {
-                let token = fake::next_token(hash, *seed, self.config.vocab);
-                if history.len() == end {
-                    history.push(token);
-                }
-                token
+        if let Some(seed) = history.sample_seed {
+            let token = fake::next_token(hash, seed, self.config.vocab);
+            if history.len() == end {
+                history.push(token);
             }
-            None => {
-                let request = self.requests.get_mut(&live.request).expect("live");
-                request.beams.as_mut().expect("beams").1.insert(id, hash);
-                0
-            }
+            return token;
         }
+        if let Some(live) = self.live.get(&id) {
+            let request = self.requests.get_mut(&live.request).expect("live");
+            request.beams.as_mut().expect("beams").1.insert(id, hash);
+        }
+        0
     }
 
     /// Goes on with the beams of `request` once all were sampled.

@@ -14,6 +14,8 @@ pub fn mix(x: u64) -> u64 {
 /// Tokens and the hash of every prefix of them.
 #[derive(Clone, Debug)]
 pub struct History {
+    /// Seed of the sample it belongs to; beams have none.
+    pub sample_seed: Option<u64>,
     root: u64,
     tokens: Vec<u32>,
     hashes: Vec<u64>,
@@ -23,7 +25,8 @@ impl History {
     /// The history of `tokens`; those of different salts have nothing in common.
     pub fn new(salt: Option<&str>, tokens: &[u32]) -> Self {
         let root = salt.map_or(0, |s| s.bytes().fold(1, |h, b| mix(h ^ u64::from(b))));
-        let mut history = History { root, tokens: Vec::new(), hashes: Vec::new() };
+        let mut history =
+            History { sample_seed: None, root, tokens: Vec::new(), hashes: Vec::new() };
         tokens.iter().for_each(|&t| history.push(t));
         history
     }
@@ -102,7 +105,8 @@ pub fn continue_beams(
     if num_generated + 1 >= max_tokens.max(1) || mix(all ^ 1).is_multiple_of(24) {
         return None;
     }
-    let count = if mix(all ^ 2).is_multiple_of(4) { 1 + mix(all ^ 3) as usize % width } else { width };
+    let count =
+        if mix(all ^ 2).is_multiple_of(4) { 1 + mix(all ^ 3) as usize % width } else { width };
     let next = (0..count as u64).map(|i| {
         let parent = mix(all ^ (16 + i)) as usize % hashes.len();
         (parent, (mix(hashes[parent] ^ (1 + i)) % vocab) as u32)

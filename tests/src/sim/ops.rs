@@ -85,7 +85,8 @@ pub fn config(rng: &mut Rng) -> SimConfig {
     let block_size = 2 + rng.below(15);
     let max_model_len = 6 + rng.below(60);
     let least = max_model_len.div_ceil(block_size);
-    let num_blocks = least + [0, rng.below(3), rng.below(8), rng.below(3 * least + 1)][rng.below(4)];
+    let num_blocks =
+        least + [0, rng.below(3), rng.below(8), rng.below(3 * least + 1)][rng.below(4)];
     let costs = PreemptionCosts {
         recompute_ns_per_token: 1 + rng.below(8) as u64,
         swap_ns_per_block: 1 + rng.below(40) as u64,
@@ -99,7 +100,7 @@ pub fn config(rng: &mut Rng) -> SimConfig {
         [Preemption::Recompute, Preemption::Swap, Preemption::Swap, Preemption::Auto(costs)];
     let scheduler = SchedulerConfig {
         max_num_seqs: 1 + rng.below(8),
-        max_num_batched_tokens: 1 + rng.below([4, 12, 64][rng.below(3)]),
+        max_num_batched_tokens: 1 + below_one_of(rng, &[4, 12, 64]),
         max_model_len,
         block_size,
         num_blocks,
@@ -154,7 +155,7 @@ fn add(rng: &mut Rng, config: &SimConfig) -> Op {
         prompt: PromptSpec { start, more: (rng.below(8), rng.next_u64()) },
         uncut: rng.below(12) == 0,
         rules: StopRules {
-            max_tokens: 1 + rng.below([4, 20][rng.below(2)]),
+            max_tokens: 1 + below_one_of(rng, &[4, 20]),
             min_tokens: [0, rng.below(6)][rng.below(2)],
             stop_token_ids,
         },
@@ -165,6 +166,11 @@ fn add(rng: &mut Rng, config: &SimConfig) -> Op {
         skip_cache: rng.below(10) == 0,
         needs_history: rng.below(6) == 0,
     }
+}
+
+fn below_one_of(rng: &mut Rng, ends: &[usize]) -> usize {
+    let end = ends[rng.below(ends.len())];
+    rng.below(end)
 }
 
 /// The tokens at the end of `path` in the tree, from the root on.

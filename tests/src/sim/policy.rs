@@ -80,9 +80,7 @@ impl Before {
 
     fn admitted(&self, sim: &Sim) -> Vec<SeqId> {
         let preempted = |id: &SeqId| sim.plan().preempted.iter().any(|(p, _)| p == id);
-        self.by_order(|id, was| {
-            sim.scheduler.is_running(*id) && (!was.running || preempted(id))
-        })
+        self.by_order(|id, was| sim.scheduler.is_running(*id) && (!was.running || preempted(id)))
     }
 
     /// The victims are the last of the running, and somebody needed what they gave.
@@ -104,7 +102,9 @@ impl Before {
         let block_size = sim.scheduler.config().block_size;
         let gained = |(id, was): (&SeqId, &Was)| {
             let table = &sim.scheduler.sequence(*id).table;
-            was.running && !victims.contains(id) && table.blocks().iter().any(|b| !was.blocks.contains(b))
+            was.running
+                && !victims.contains(id)
+                && table.blocks().iter().any(|b| !was.blocks.contains(b))
         };
         let wanted = |id: &SeqId| {
             let was = &self.seqs[id];
@@ -115,7 +115,7 @@ impl Before {
         let useful = self.seqs.iter().any(gained)
             || victims.iter().any(wanted)
             || !self.admitted(sim).is_empty();
-        assert!(useful, "preempted for nothing");
+        assert!(urgent || useful, "preempted for nothing");
     }
 
     fn num_holders(&self, block: BlockId) -> usize {
@@ -145,9 +145,8 @@ impl Before {
         let priorities = matches!(sim.scheduler.config().policy, Policy::Priority { .. });
         assert!(priorities || sim.plan().preempted.is_empty(), "admitted while preempting");
         for (id, was) in &self.seqs {
-            let passed = was.order < self.seqs[last].order
-                && sim.scheduler.is_queued(*id)
-                && was.queued;
+            let passed =
+                was.order < self.seqs[last].order && sim.scheduler.is_queued(*id) && was.queued;
             assert!(!passed, "{last:?} came before {id:?}");
         }
         for id in admitted {
