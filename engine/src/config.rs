@@ -1,9 +1,7 @@
 //! Sizes and limits of an engine, and how they follow from a model and the machine.
 
-use crate::kv::BLOCK_SIZES;
-use crate::kv::PrefixHasher;
-use crate::model::ModelInfo;
-use crate::ops::DType;
+use crate::kv::{BLOCK_SIZES, PrefixHasher};
+use crate::memory::{FixedBytes, MemoryPlan, ModelMemory, PlanPart, SystemMemory};
 use crate::sampling::DEFAULT_MAX_LOGPROBS;
 use crate::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 
@@ -33,7 +31,7 @@ pub enum PreemptionMode {
 }
 
 /// What a user sets. `None` is derived from the model and the machine.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
     /// Sequences in one step.
     pub max_num_seqs: usize,
@@ -44,12 +42,16 @@ pub struct EngineConfig {
     pub max_model_len: Option<usize>,
     /// Tokens a KV block holds.
     pub block_size: usize,
-    /// Bytes for KV blocks; default: enough for every sequence at full length, at most a
-    /// quarter of the memory available to the process.
+    /// Share of the memory, over 0 and up to 1, that may be taken once the engine is up, by it and
+    /// by everything else; KV blocks take what weights and activations leave. Default: all that is
+    /// available, of which KV blocks take what the next field says.
+    pub memory_utilization: Option<f32>,
+    /// Bytes for KV blocks; default without `memory_utilization`: enough for every sequence at
+    /// full length, at most a quarter of what weights and activations leave.
     pub kv_cache_bytes: Option<usize>,
     /// Number of KV blocks, instead of `kv_cache_bytes`.
     pub num_blocks: Option<usize>,
-    /// Bytes of host memory for swapped-out blocks.
+    /// Bytes of host memory for swapped-out blocks: none, or at least a block.
     pub swap_bytes: usize,
     /// Equal prefixes share blocks.
     pub prefix_caching: bool,
@@ -72,6 +74,7 @@ impl Default for EngineConfig {
             max_num_batched_tokens: None,
             max_model_len: None,
             block_size: 16,
+            memory_utilization: None,
             kv_cache_bytes: None,
             num_blocks: None,
             swap_bytes: 0,
@@ -86,7 +89,7 @@ impl Default for EngineConfig {
 }
 
 /// A configuration that cannot be.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ConfigError {
     /// A value outside its range.
     #[error("{name} is {value}; it must be {rule}")]
@@ -98,13 +101,21 @@ pub enum ConfigError {
         /// What it must be.
         rule: String,
     },
-    /// The weights alone exceed the memory there is.
-    #[error("the weights take {bytes} bytes; {available} bytes of memory are available")]
-    WeightsTooLarge {
-        /// What they take in the type asked for.
-        bytes: usize,
-        /// What there is.
-        available: usize,
+    /// A share that is none.
+    #[error("memory_utilization is {0}; it must be over 0 and at most 1")]
+    Utilization(f32),
+    /// The parts of the engine exceed the memory it may take.
+    #[error(
+        "the engine needs {} bytes and may take {}: weights {}, workspace {}, logits {}, sampling \
+         {}, other {}, swap space {}, KV cache {}; {}",
+        .plan.needed(), .plan.budget, .plan.weights, .plan.workspace, .plan.logits, .plan.sampling,
+        .plan.other, .plan.swap, .plan.kv_cache, remedy(.plan, *.part)
+    )]
+    DoesNotFit {
+        /// What was asked for, the least of what was not.
+        plan: Box<MemoryPlan>,
+        /// The first part without room.
+        part: PlanPart,
     },
     /// The KV pool cannot hold one sequence.
     #[error(
@@ -121,7 +132,21 @@ pub enum ConfigError {
         max_model_len: usize,
         /// KV bytes of one such sequence.
         needed_bytes: usize,
+        /// Where the memory goes.
+        plan: Box<MemoryPlan>,
     },
+}
+
+/// What to change where a part has no room.
+fn remedy(plan: &MemoryPlan, part: PlanPart) -> String {
+    let remedy = match part {
+        PlanPart::Weights => "there is no room for the weights: take a smaller model or dtype",
+        PlanPart::Workspace => "lower max_num_batched_tokens or max_model_len",
+        PlanPart::Swap => "lower swap_bytes",
+        PlanPart::KvCache => "lower the KV cache memory",
+    };
+    let raise = if plan.budget < plan.available { ", or raise memory_utilization" } else { "" };
+    format!("{remedy}{raise}")
 }
 
 /// The sizes in force: what the scheduler needs, and what was adjusted on the way.
@@ -129,8 +154,8 @@ pub enum ConfigError {
 pub struct ResolvedConfig {
     /// Limits for the scheduler.
     pub scheduler: SchedulerConfig,
-    /// Bytes of the KV cache.
-    pub kv_cache_bytes: usize,
+    /// Where the memory goes.
+    pub memory: MemoryPlan,
     /// Most log-probabilities a request may ask for at one position.
     pub max_logprobs: u32,
     /// What is to be measured at start.
@@ -163,20 +188,15 @@ fn in_range(
 }
 
 impl EngineConfig {
-    /// Checks every value against the model and computes the rest. `available_bytes` is the
-    /// memory the process may still take; weights come out of it first.
+    /// Checks every value against the model and `memory`, and computes the rest.
+    ///
+    /// # Errors
+    /// A value is out of its range, or the parts do not fit the memory.
     pub fn resolve(
         &self,
-        model: &ModelInfo,
-        dtype: DType,
-        available_bytes: usize,
+        model: &dyn ModelMemory,
+        memory: SystemMemory,
     ) -> Result<ResolvedConfig, ConfigError> {
-        let weight_bytes = (model.num_parameters as usize).saturating_mul(dtype.size());
-        let available_bytes =
-            available_bytes.checked_sub(weight_bytes).ok_or(ConfigError::WeightsTooLarge {
-                bytes: weight_bytes,
-                available: available_bytes,
-            })?;
         in_range("max_num_seqs", self.max_num_seqs, 1..=MAX_SEQS)?;
         let tokens = self.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
         in_range("max_num_batched_tokens", tokens, 1..=MAX_BATCHED_TOKENS)?;
@@ -188,28 +208,45 @@ impl EngineConfig {
                 rule,
             });
         }
-        let limit = model.max_position_embeddings;
+        let limit = model.info().max_position_embeddings;
         let mut max_model_len = self.max_model_len.unwrap_or(limit);
         in_range("max_model_len", max_model_len, 1..=limit)?;
 
         let block_bytes = model
-            .kv_layout(1, self.block_size, dtype)
-            .block_bytes()
+            .block_bytes(self.block_size)
             .filter(|&b| b > 0 && b < isize::MAX as usize)
             .expect("model dimensions are limited at load");
+        let fixed = |max_model_len| fixed_bytes(model, tokens, max_model_len);
+        let num_swap_blocks = self.num_swap_blocks(block_bytes)?;
+        let mut plan = MemoryPlan {
+            swap: num_swap_blocks.saturating_mul(block_bytes),
+            ..MemoryPlan::new(memory, self.budget(memory)?, fixed(max_model_len))
+        };
         let blocks_per_seq = max_model_len.div_ceil(self.block_size);
-        let num_blocks = self.num_blocks(blocks_per_seq, block_bytes, available_bytes)?;
+        let num_blocks = self.num_blocks(blocks_per_seq, block_bytes, &plan)?;
+        plan.kv_cache = num_blocks.saturating_mul(block_bytes);
+        if let Some(part) = plan.tight_part() {
+            // Blocks that nobody asked for are as few as can be: others have to give way.
+            let asked = self.num_blocks.is_some() || self.kv_cache_bytes.is_some();
+            let part = match part {
+                PlanPart::KvCache if !asked && num_swap_blocks > 0 => PlanPart::Swap,
+                PlanPart::KvCache if !asked => PlanPart::Workspace,
+                part => part,
+            };
+            return Err(ConfigError::DoesNotFit { plan: Box::new(plan), part });
+        }
 
         let mut notes = Vec::new();
         let capacity = num_blocks * self.block_size;
         if capacity < max_model_len {
             // Only a length nobody asked for is lowered silently enough to go on.
-            if self.max_model_len.is_some() || capacity == 0 {
+            if self.max_model_len.is_some() {
                 return Err(ConfigError::PoolTooSmall {
                     blocks: num_blocks,
                     block_size: self.block_size,
                     max_model_len,
                     needed_bytes: blocks_per_seq * block_bytes,
+                    plan: Box::new(plan),
                 });
             }
             notes.push(format!(
@@ -217,25 +254,17 @@ impl EngineConfig {
                  cache of {num_blocks} blocks holds"
             ));
             max_model_len = capacity;
+            // The rotary tables are shorter now.
+            plan.other = fixed(max_model_len).other;
         }
-        let scheduler = SchedulerConfig {
+        let sizes = SchedulerConfig {
             max_num_seqs: self.max_num_seqs,
             max_num_batched_tokens: tokens,
             max_model_len,
             block_size: self.block_size,
             num_blocks,
-            num_swap_blocks: (self.swap_bytes / block_bytes).min(i32::MAX as usize),
-            // Static batching is the classic baseline and shares nothing.
-            prefix_cache: (self.prefix_caching && self.policy != Policy::Static)
-                .then(|| PrefixHasher::new(&model.cache_identity(dtype), self.block_size)),
-            window: model.window,
-            policy: self.policy,
-            preemption: match self.preemption {
-                PreemptionMode::Recompute => Preemption::Recompute,
-                PreemptionMode::Swap => Preemption::Swap,
-                PreemptionMode::Costs(costs) => Preemption::Auto(costs),
-                PreemptionMode::Auto => Preemption::Auto(PreemptionCosts::default()),
-            },
+            num_swap_blocks,
+            ..SchedulerConfig::default()
         };
         Ok(ResolvedConfig {
             measure: Measure {
@@ -243,98 +272,125 @@ impl EngineConfig {
                 preemption_costs: self.preemption == PreemptionMode::Auto && self.swap_bytes > 0,
             },
             async_scheduling: self.async_scheduling,
-            scheduler,
-            kv_cache_bytes: num_blocks * block_bytes,
+            scheduler: self.with_policies(sizes, model),
+            memory: plan,
             max_logprobs: self.max_logprobs,
             notes,
         })
     }
 
+    /// `sizes` with everything that is not a size.
+    fn with_policies(&self, sizes: SchedulerConfig, model: &dyn ModelMemory) -> SchedulerConfig {
+        let identity = || model.info().cache_identity(model.dtype());
+        SchedulerConfig {
+            // Static batching is the classic baseline and shares nothing.
+            prefix_cache: (self.prefix_caching && self.policy != Policy::Static)
+                .then(|| PrefixHasher::new(&identity(), self.block_size)),
+            window: model.info().window,
+            policy: self.policy,
+            preemption: match self.preemption {
+                PreemptionMode::Recompute => Preemption::Recompute,
+                PreemptionMode::Swap => Preemption::Swap,
+                PreemptionMode::Costs(costs) => Preemption::Auto(costs),
+                PreemptionMode::Auto => Preemption::Auto(PreemptionCosts::default()),
+            },
+            ..sizes
+        }
+    }
+
+    /// Bytes the engine may take of `memory`.
+    fn budget(&self, memory: SystemMemory) -> Result<usize, ConfigError> {
+        let Some(share) = self.memory_utilization else { return Ok(memory.available) };
+        if !(share > 0.0 && share <= 1.0) {
+            return Err(ConfigError::Utilization(share));
+        }
+        let filled = (memory.total as f64 * f64::from(share)) as usize;
+        Ok(filled.saturating_sub(memory.taken()))
+    }
+
+    fn num_swap_blocks(&self, block_bytes: usize) -> Result<usize, ConfigError> {
+        if (1..block_bytes).contains(&self.swap_bytes) {
+            return Err(ConfigError::OutOfRange {
+                name: "swap_bytes",
+                value: self.swap_bytes,
+                rule: format!("0 or at least {block_bytes} (one block)"),
+            });
+        }
+        Ok((self.swap_bytes / block_bytes).min(i32::MAX as usize))
+    }
+
+    /// Blocks of the pool: what was asked for, or what `plan`, which has none yet, leaves.
     fn num_blocks(
         &self,
         blocks_per_seq: usize,
         block_bytes: usize,
-        available_bytes: usize,
+        plan: &MemoryPlan,
     ) -> Result<usize, ConfigError> {
         // Slots are i64 and block ids i32; one bound keeps both far from their ends.
-        let most = (i32::MAX as usize / self.block_size).min(available_bytes / block_bytes);
+        let most = i32::MAX as usize / self.block_size;
         if let Some(blocks) = self.num_blocks {
             in_range("num_blocks", blocks, 1..=most)?;
             return Ok(blocks);
         }
-        if let Some(bytes) = self.kv_cache_bytes {
-            in_range("kv_cache_bytes", bytes, block_bytes..=available_bytes.max(block_bytes))?;
-            return Ok((bytes / block_bytes).min(most));
+        if let Some(value) = self.kv_cache_bytes {
+            if value < block_bytes {
+                let rule = format!("at least {block_bytes} (one block)");
+                return Err(ConfigError::OutOfRange { name: "kv_cache_bytes", value, rule });
+            }
+            return Ok((value / block_bytes).min(most));
         }
-        let wanted = self.max_num_seqs.saturating_mul(blocks_per_seq);
-        Ok(wanted.min(available_bytes / 4 / block_bytes).min(most))
+        let left = plan.free().unwrap_or(0);
+        let blocks = if self.memory_utilization.is_some() {
+            left / block_bytes
+        } else {
+            self.max_num_seqs.saturating_mul(blocks_per_seq).min(left / 4 / block_bytes)
+        };
+        // Without room for one the plan is refused.
+        Ok(blocks.clamp(1, most))
     }
 }
 
-/// Bytes this process may still take: what the system has available, within the memory limit
-/// of its control group. `None` where the system does not say.
-pub fn available_memory() -> Option<usize> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let kib = |key: &str| -> Option<usize> {
-        let line = meminfo.lines().find(|l| l.starts_with(key))?;
-        line.split_whitespace().nth(1)?.parse().ok()
-    };
-    let mut available = kib("MemAvailable:")?.checked_mul(1024)?;
-    for (limit, used, stat) in cgroup_memory_files() {
-        let read = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
-        if let (Some(limit), Some(used)) = (read(&limit), read(&used)) {
-            // Cached file pages, such as those of the model's own file, give way.
-            let used = used.saturating_sub(inactive_file_bytes(&stat).unwrap_or(0));
-            available = available.min(limit.saturating_sub(used));
-        }
-    }
-    Some(available)
-}
-
-fn inactive_file_bytes(stat: &str) -> Option<usize> {
-    let stat = std::fs::read_to_string(stat).ok()?;
-    let line = |l: &str| {
-        l.strip_prefix("inactive_file ")
-            .or(l.strip_prefix("total_inactive_file "))?
-            .trim()
-            .parse()
-            .ok()
-    };
-    stat.lines().find_map(line)
-}
-
-/// (limit, usage, statistics) files of this process's control group, version 2 and version 1; inside a
-/// container the group is usually mounted as the root.
-fn cgroup_memory_files() -> Vec<(String, String, String)> {
-    let root = "/sys/fs/cgroup";
-    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let own = groups.lines().find_map(|l| l.strip_prefix("0::")).unwrap_or("/");
-    let mut files = vec![(
-        format!("{root}/memory/memory.limit_in_bytes"),
-        format!("{root}/memory/memory.usage_in_bytes"),
-        format!("{root}/memory/memory.stat"),
-    )];
-    // A limit on any ancestor applies.
-    let mut group = own.trim_end_matches('/').to_string();
-    loop {
-        files.push((
-            format!("{root}{group}/memory.max"),
-            format!("{root}{group}/memory.current"),
-            format!("{root}{group}/memory.stat"),
-        ));
-        match group.rfind('/') {
-            Some(at) => group.truncate(at),
-            None => return files,
-        }
-    }
+/// All but the KV blocks; sizes that no address can name exceed every budget.
+fn fixed_bytes(model: &dyn ModelMemory, max_tokens: usize, max_positions: usize) -> FixedBytes {
+    let beyond = FixedBytes { weights: usize::MAX, ..FixedBytes::default() };
+    model.fixed_bytes(max_tokens, max_positions).unwrap_or(beyond)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::ModelInfo;
+    use crate::ops::DType;
 
-    fn model() -> ModelInfo {
-        ModelInfo {
+    /// A model whose workspace and rotary tables grow by one KiB a token.
+    struct Model(ModelInfo);
+
+    impl ModelMemory for Model {
+        fn info(&self) -> &ModelInfo {
+            &self.0
+        }
+
+        fn dtype(&self) -> DType {
+            DType::F32
+        }
+
+        fn fixed_bytes(&self, max_tokens: usize, max_positions: usize) -> Option<FixedBytes> {
+            Some(FixedBytes {
+                weights: 64 * KIB,
+                workspace: max_tokens.checked_mul(KIB)?,
+                logits: 2 * KIB,
+                sampling: 3 * KIB,
+                other: max_positions.checked_mul(KIB)?,
+            })
+        }
+
+        fn block_bytes(&self, block_size: usize) -> Option<usize> {
+            self.0.kv_layout(1, block_size, DType::F32).block_bytes()
+        }
+    }
+
+    fn model() -> Model {
+        Model(ModelInfo {
             architecture: "test".into(),
             vocab_size: 320,
             max_position_embeddings: 256,
@@ -345,49 +401,131 @@ mod tests {
             head_dim: 64,
             hidden_size: 64,
             window: None,
-        }
+        })
     }
 
+    const KIB: usize = 1024;
     /// 2 layers × K and V × 16 tokens × 2 heads × 64 × 4 bytes.
     const BLOCK: usize = 2 * 2 * 16 * 2 * 64 * 4;
+    /// All but KV blocks of the default limits.
+    const FIXED: usize = (64 + 512 + 2 + 3 + 256) * KIB;
+
+    fn resolve(config: &EngineConfig, available: usize) -> Result<ResolvedConfig, ConfigError> {
+        config.resolve(&model(), SystemMemory { total: 2 * available, available })
+    }
 
     #[test]
     fn defaults_hold_every_sequence_at_full_length() {
-        let r = EngineConfig::default().resolve(&model(), DType::F32, 1 << 33).unwrap();
+        let r = resolve(&EngineConfig::default(), 1 << 33).unwrap();
         assert_eq!(r.scheduler.max_model_len, 256);
         assert_eq!(r.scheduler.num_blocks, 64 * 16);
-        assert_eq!(r.kv_cache_bytes, 64 * 16 * BLOCK);
+        assert_eq!(r.memory.kv_cache, 64 * 16 * BLOCK);
+        assert_eq!(r.memory.needed(), FIXED + 64 * 16 * BLOCK);
+        assert_eq!((r.memory.budget, r.memory.total), (1 << 33, 1 << 34));
         assert!(r.notes.is_empty());
+    }
+
+    #[test]
+    fn by_default_blocks_take_a_quarter_of_what_is_left_at_most() {
+        let r = resolve(&EngineConfig::default(), FIXED + 4 * 20 * BLOCK).unwrap();
+        assert_eq!(r.scheduler.num_blocks, 20);
+        assert_eq!(r.memory.free(), Some(3 * 20 * BLOCK));
+        // One block is the least there can be.
+        let r = resolve(&EngineConfig::default(), FIXED + BLOCK).unwrap();
+        assert_eq!((r.scheduler.num_blocks, r.scheduler.max_model_len), (1, 16));
+    }
+
+    #[test]
+    fn a_utilization_gives_blocks_all_that_is_left_of_it() {
+        let config = EngineConfig { memory_utilization: Some(0.75), ..Default::default() };
+        // Half is taken by others, so a quarter is the engine's.
+        let available = 2 * (FIXED + 100 * BLOCK + 1);
+        let r = resolve(&config, available).unwrap();
+        assert_eq!(r.memory.budget, available / 2);
+        assert_eq!(r.scheduler.num_blocks, 100);
+        assert_eq!(r.memory.free(), Some(1));
+        let swapping = EngineConfig { swap_bytes: 10 * BLOCK, ..config.clone() };
+        let r = resolve(&swapping, available).unwrap();
+        assert_eq!((r.scheduler.num_blocks, r.scheduler.num_swap_blocks), (90, 10));
+        let explicit = EngineConfig { num_blocks: Some(7), ..config };
+        assert_eq!(resolve(&explicit, available).unwrap().memory.kv_cache, 7 * BLOCK);
+        for share in [0.0, -0.5, 1.01, f32::NAN, f32::INFINITY] {
+            let config = EngineConfig { memory_utilization: Some(share), ..Default::default() };
+            let error = resolve(&config, available).unwrap_err();
+            assert!(matches!(error, ConfigError::Utilization(_)), "{error}");
+        }
+        let taken = EngineConfig { memory_utilization: Some(0.5), ..Default::default() };
+        let error = resolve(&taken, available).unwrap_err();
+        assert!(error.to_string().ends_with("or raise memory_utilization"), "{error}");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_every_number() {
+        let config =
+            EngineConfig { num_blocks: Some(16), swap_bytes: 2 * BLOCK, ..Default::default() };
+        let enough = FIXED + 18 * BLOCK;
+        assert_eq!(resolve(&config, enough).unwrap().memory.free(), Some(0));
+        for (available, part, remedy) in [
+            (enough - 1, PlanPart::KvCache, "lower the KV cache memory"),
+            (FIXED + 2 * BLOCK - 1, PlanPart::Swap, "lower swap_bytes"),
+            (FIXED - 1, PlanPart::Workspace, "lower max_num_batched_tokens"),
+            (64 * KIB - 1, PlanPart::Weights, "a smaller model or dtype"),
+        ] {
+            let error = resolve(&config, available).unwrap_err();
+            let text = error.to_string();
+            let ConfigError::DoesNotFit { plan, part: tight } = error else { panic!("{text}") };
+            assert_eq!((tight, plan.needed(), plan.budget), (part, enough, available), "{text}");
+            assert!(text.contains(remedy), "{text}");
+            let kv = format!("needs {enough} bytes and may take {available}: weights 65536, ");
+            assert!(text.contains(&kv) && text.contains("KV cache 524288;"), "{text}");
+        }
+        // Blocks that were not asked for are counted as one, and something else is to give way.
+        for (swap_bytes, tight) in [(0, PlanPart::Workspace), (BLOCK, PlanPart::Swap)] {
+            let config = EngineConfig { swap_bytes, ..Default::default() };
+            let error = resolve(&config, FIXED + swap_bytes + BLOCK - 1).unwrap_err();
+            let ConfigError::DoesNotFit { plan, part } = error else { panic!("{error}") };
+            assert_eq!((plan.kv_cache, part), (BLOCK, tight));
+        }
     }
 
     #[test]
     fn a_length_nobody_asked_for_is_lowered_with_a_note_and_an_asked_one_refused() {
         let small = EngineConfig { kv_cache_bytes: Some(3 * BLOCK + 1), ..Default::default() };
-        let r = small.resolve(&model(), DType::F32, 1 << 33).unwrap();
+        let r = resolve(&small, 1 << 33).unwrap();
         assert_eq!(r.scheduler.max_model_len, 48);
         assert!(r.notes[0].contains("from 256 to 48"), "{:?}", r.notes);
+        assert_eq!(r.memory.other, 48 * KIB);
         let asked = EngineConfig { max_model_len: Some(49), ..small };
-        let e = asked.resolve(&model(), DType::F32, 1 << 33).unwrap_err();
+        let e = resolve(&asked, 1 << 33).unwrap_err();
         assert!(matches!(e, ConfigError::PoolTooSmall { blocks: 3, .. }), "{e}");
     }
 
     #[test]
     fn values_out_of_range_are_named() {
+        let config = EngineConfig::default;
         let cases = [
-            (EngineConfig { max_num_seqs: 0, ..Default::default() }, "max_num_seqs is 0"),
-            (EngineConfig { block_size: 24, ..Default::default() }, "block_size is 24"),
-            (
-                EngineConfig { max_model_len: Some(257), ..Default::default() },
-                "max_model_len is 257",
-            ),
-            (
-                EngineConfig { num_blocks: Some(usize::MAX / 2), ..Default::default() },
-                "num_blocks is",
-            ),
+            (EngineConfig { max_num_seqs: 0, ..config() }, "max_num_seqs is 0"),
+            (EngineConfig { block_size: 24, ..config() }, "block_size is 24"),
+            (EngineConfig { max_model_len: Some(257), ..config() }, "max_model_len is 257"),
+            (EngineConfig { num_blocks: Some(usize::MAX / 2), ..config() }, "num_blocks is"),
+            (EngineConfig { kv_cache_bytes: Some(BLOCK - 1), ..config() }, "at least 32768"),
+            (EngineConfig { swap_bytes: 4, ..config() }, "swap_bytes is 4; it must be 0 or at"),
         ];
         for (config, text) in cases {
-            let e = config.resolve(&model(), DType::F32, 1 << 33).unwrap_err().to_string();
+            let e = resolve(&config, 1 << 33).unwrap_err().to_string();
             assert!(e.contains(text), "{e}");
+        }
+    }
+
+    #[test]
+    fn sizes_that_no_address_can_name_are_refused() {
+        for config in [
+            EngineConfig { kv_cache_bytes: Some(usize::MAX), ..Default::default() },
+            EngineConfig { swap_bytes: usize::MAX, ..Default::default() },
+            EngineConfig { num_blocks: Some(i32::MAX as usize / 16), ..Default::default() },
+        ] {
+            let error = resolve(&config, 1 << 33).unwrap_err();
+            assert!(matches!(error, ConfigError::DoesNotFit { .. }), "{error}");
         }
     }
 }

@@ -14,6 +14,7 @@ pub mod backend;
 pub mod config;
 pub mod engine;
 pub mod kv;
+pub mod memory;
 pub mod metrics;
 pub mod model;
 pub mod ops;

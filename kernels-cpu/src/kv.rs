@@ -128,6 +128,11 @@ impl KvCache {
         &self.shape
     }
 
+    /// Bytes all blocks take.
+    pub fn bytes(&self) -> usize {
+        4 * self.words.len()
+    }
+
     /// Sets every word; tests poison a cache with `0xFFFF_FFFF`, NaN in either type.
     pub fn fill(&mut self, word: u32) {
         self.words.as_mut_slice().fill(word);
@@ -275,6 +280,7 @@ mod tests {
     fn block_copies_cover_every_layer_and_nothing_else() {
         let ctx = Ctx::new(Isa::Portable, 2).unwrap();
         let mut cache = KvCache::new(SHAPE).unwrap();
+        assert_eq!(Ok(cache.bytes()), SHAPE.bytes());
         for (i, word) in cache.words_mut().iter_mut().enumerate() {
             *word = i as u32;
         }

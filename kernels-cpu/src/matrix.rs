@@ -22,10 +22,14 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// An all-zero matrix of `n` output columns and `k` inputs.
     pub fn zeroed(dtype: Dtype, n: usize, k: usize) -> Result<Self, AllocError> {
-        let len = n.div_ceil(PANEL).checked_mul(PANEL * 4);
-        let len = len.and_then(|bytes| bytes.checked_mul(dtype.words(k)));
-        let len = len.ok_or(AllocError { bytes: usize::MAX })? / 4;
-        Ok(Self { n, k, dtype, words: Words::zeroed(len)? })
+        let bytes = Self::bytes_of(dtype, n, k).ok_or(AllocError { bytes: usize::MAX })?;
+        Ok(Self { n, k, dtype, words: Words::zeroed(bytes / 4)? })
+    }
+
+    /// Bytes that a matrix of `n` output columns and `k` inputs takes; `None` where no address can
+    /// name them.
+    pub fn bytes_of(dtype: Dtype, n: usize, k: usize) -> Option<usize> {
+        n.div_ceil(PANEL).checked_mul(PANEL * 4)?.checked_mul(dtype.words(k))
     }
 
     /// Output columns.
@@ -174,6 +178,7 @@ mod tests {
             bulk.set_rows(&ctx, 1, n - 1, &|row, out| {
                 out.iter_mut().enumerate().for_each(|(i, v)| *v = value(row + 1, i));
             });
+            assert_eq!(Some(bulk.bytes()), PackedMatrix::bytes_of(dtype, n, k));
             let mut single = PackedMatrix::zeroed(dtype, n, k).unwrap();
             let mut row_values = vec![0.0; k];
             for row in 1..n {

@@ -19,44 +19,54 @@ use quire_engine::ops::{
 };
 use std::ops::Range;
 
-struct Layer<B: Backend> {
-    input_norm: B::Vector,
-    qkv: B::Matrix,
-    qkv_bias: Option<B::Vector>,
-    q_norm: Option<B::Vector>,
-    k_norm: Option<B::Vector>,
-    o: B::Matrix,
-    o_bias: Option<B::Vector>,
-    mlp_norm: B::Vector,
-    gate_up: B::Matrix,
-    down: B::Matrix,
+struct Layer<M, V> {
+    input_norm: V,
+    qkv: M,
+    qkv_bias: Option<V>,
+    q_norm: Option<V>,
+    k_norm: Option<V>,
+    o: M,
+    o_bias: Option<V>,
+    mlp_norm: V,
+    gate_up: M,
+    down: M,
     window: Option<u32>,
 }
 
+/// What the model has learned.
+pub(crate) struct Parameters<M, V> {
+    layers: Vec<Layer<M, V>>,
+    embed: M,
+    norm: V,
+    /// Absent when the output projection is the embedding.
+    head: Option<M>,
+}
+
 /// Activations, sized for the largest step.
-struct Workspace<B: Backend> {
-    hidden: B::Tensor,
-    normed: B::Tensor,
-    qkv: B::Tensor,
-    q: B::Tensor,
-    attention: B::Tensor,
-    mlp: B::Tensor,
-    wanted: B::Tensor,
-    wanted_normed: B::Tensor,
-    logits: B::Tensor,
+pub(crate) struct Workspace<T> {
+    hidden: T,
+    normed: T,
+    qkv: T,
+    q: T,
+    attention: T,
+    mlp: T,
+}
+
+/// Activations of the rows that need logits, a slice of them at a time.
+pub(crate) struct HeadWorkspace<T> {
+    wanted: T,
+    wanted_normed: T,
+    logits: T,
 }
 
 /// A dense decoder on a backend.
 pub struct Decoder<B: Backend> {
     info: ModelInfo,
     eps: f32,
-    embed: B::Matrix,
-    layers: Vec<Layer<B>>,
-    norm: B::Vector,
-    /// Absent when the output projection is the embedding.
-    head: Option<B::Matrix>,
+    params: Parameters<B::Matrix, B::Vector>,
     rope: Rope<B::Vector>,
-    ws: Workspace<B>,
+    ws: Workspace<B::Tensor>,
+    head: HeadWorkspace<B::Tensor>,
 }
 
 /// What [`Decoder::load`] may use.
@@ -70,15 +80,167 @@ pub struct DecoderLimits {
 /// Called as weights are packed, with the parameters done so far.
 pub type OnProgress<'a> = &'a mut dyn FnMut(u64);
 
-struct Loader<'a, B: Backend> {
+/// Makes the parts of a decoder: buffers of a backend, or a count of what they take.
+pub(crate) trait Parts {
+    type Matrix;
+    type Vector;
+    type Tensor;
+
+    /// One matrix whose rows are those of `names`, one after the other.
+    fn matrix(
+        &mut self,
+        layout: MatrixLayout,
+        names: &[String],
+    ) -> Result<Self::Matrix, ModelError>;
+
+    /// The vectors of `names`, one after the other.
+    fn vector(&mut self, names: &[String]) -> Result<Self::Vector, ModelError>;
+
+    /// A vector of `len` computed values.
+    fn table(
+        &mut self,
+        len: usize,
+        values: &mut dyn Iterator<Item = f32>,
+    ) -> Result<Self::Vector, ModelError>;
+
+    /// An activation of up to `rows` rows.
+    fn tensor(
+        &mut self,
+        rows: usize,
+        cols: usize,
+        kind: TensorKind,
+    ) -> Result<Self::Tensor, ModelError>;
+}
+
+/// All of `spec` that is learned.
+pub(crate) fn parameters<P: Parts>(
+    parts: &mut P,
+    spec: &DecoderSpec,
+) -> Result<Parameters<P::Matrix, P::Vector>, ModelError> {
+    let one = |name: &str| [name.to_owned()];
+    Ok(Parameters {
+        layers: (0..spec.num_layers).map(|i| layer(parts, spec, i)).collect::<Result<_, _>>()?,
+        embed: parts.matrix(MatrixLayout::Plain, &one(weights::EMBED_TOKENS))?,
+        norm: parts.vector(&one(weights::FINAL_NORM))?,
+        head: (!spec.tie_word_embeddings)
+            .then(|| parts.matrix(MatrixLayout::Plain, &one(weights::LM_HEAD)))
+            .transpose()?,
+    })
+}
+
+fn layer<P: Parts>(
+    parts: &mut P,
+    spec: &DecoderSpec,
+    i: usize,
+) -> Result<Layer<P::Matrix, P::Vector>, ModelError> {
+    let name = |suffix: &str| layer_weight(i, suffix);
+    let attn = |parts: &[&str], kind: &str| -> Vec<String> {
+        parts.iter().map(|p| name(&format!("self_attn.{p}_proj.{kind}"))).collect()
+    };
+    let qkv = ["q", "k", "v"];
+    let vector = |parts: &mut P, wanted: bool, names: &[String]| {
+        wanted.then(|| parts.vector(names)).transpose()
+    };
+    Ok(Layer {
+        input_norm: parts.vector(&[name("input_layernorm.weight")])?,
+        qkv: parts.matrix(MatrixLayout::Plain, &attn(&qkv, "weight"))?,
+        qkv_bias: vector(parts, spec.qkv_bias, &attn(&qkv, "bias"))?,
+        q_norm: vector(parts, spec.qk_norm, &[name("self_attn.q_norm.weight")])?,
+        k_norm: vector(parts, spec.qk_norm, &[name("self_attn.k_norm.weight")])?,
+        o: parts.matrix(MatrixLayout::Plain, &attn(&["o"], "weight"))?,
+        o_bias: vector(parts, spec.o_bias, &attn(&["o"], "bias"))?,
+        mlp_norm: parts.vector(&[name("post_attention_layernorm.weight")])?,
+        gate_up: parts.matrix(
+            MatrixLayout::GateUp,
+            &[name("mlp.gate_proj.weight"), name("mlp.up_proj.weight")],
+        )?,
+        down: parts.matrix(MatrixLayout::Plain, &[name("mlp.down_proj.weight")])?,
+        window: spec.windows[i],
+    })
+}
+
+/// Rotary tables of `positions` positions.
+pub(crate) fn rope<P: Parts>(
+    parts: &mut P,
+    spec: &DecoderSpec,
+    positions: usize,
+) -> Result<Rope<P::Vector>, ModelError> {
+    let inv_freq = spec.rope.inv_freq(positions);
+    let scale = spec.rope.attention_factor();
+    let len = positions.saturating_mul(inv_freq.len());
+    let mut table = |of: fn(f64) -> f64| {
+        let angles = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f64 * f));
+        parts.table(len, &mut angles.map(|a| (scale * of(a)) as f32))
+    };
+    Ok(Rope {
+        cos: table(f64::cos)?,
+        sin: table(f64::sin)?,
+        rot_dim: spec.rope.rot_dim,
+        interleaved: spec.rope.interleaved,
+    })
+}
+
+/// Activations of steps of up to `tokens` tokens.
+pub(crate) fn workspace<P: Parts>(
+    parts: &mut P,
+    spec: &DecoderSpec,
+    tokens: usize,
+) -> Result<Workspace<P::Tensor>, ModelError> {
+    let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
+    let mut tensor = |cols, kind| parts.tensor(tokens, cols, kind);
+    Ok(Workspace {
+        hidden: tensor(spec.hidden_size, TensorKind::F32)?,
+        normed: tensor(spec.hidden_size, TensorKind::Compute)?,
+        qkv: tensor(q + 2 * kv, TensorKind::F32)?,
+        q: tensor(q, TensorKind::Compute)?,
+        attention: tensor(q, TensorKind::Compute)?,
+        mlp: tensor(spec.intermediate_size, TensorKind::Compute)?,
+    })
+}
+
+/// Activations of the rows of steps of up to `tokens` tokens that need logits.
+pub(crate) fn head_workspace<P: Parts>(
+    parts: &mut P,
+    spec: &DecoderSpec,
+    tokens: usize,
+) -> Result<HeadWorkspace<P::Tensor>, ModelError> {
+    let mut tensor = |cols, kind| parts.tensor(tokens.min(MAX_LOGIT_ROWS), cols, kind);
+    Ok(HeadWorkspace {
+        wanted: tensor(spec.hidden_size, TensorKind::F32)?,
+        wanted_normed: tensor(spec.hidden_size, TensorKind::Compute)?,
+        logits: tensor(spec.vocab_size, TensorKind::F32)?,
+    })
+}
+
+/// Parts on a backend, filled from a source.
+pub(crate) struct Loader<'a, B: Backend> {
     backend: &'a mut B,
     source: &'a dyn WeightSource,
     done: u64,
     progress: OnProgress<'a>,
 }
 
-impl<B: Backend> Loader<'_, B> {
-    /// One matrix whose rows are those of `names`, one after the other.
+impl<'a, B: Backend> Loader<'a, B> {
+    /// A loader of a source whose weights are checked.
+    pub(crate) fn new(
+        backend: &'a mut B,
+        source: &'a dyn WeightSource,
+        progress: OnProgress<'a>,
+    ) -> Self {
+        Loader { backend, source, done: 0, progress }
+    }
+
+    fn advance(&mut self, parameters: usize) {
+        self.done += parameters as u64;
+        (self.progress)(self.done);
+    }
+}
+
+impl<B: Backend> Parts for Loader<'_, B> {
+    type Matrix = B::Matrix;
+    type Vector = B::Vector;
+    type Tensor = B::Tensor;
+
     fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<B::Matrix, ModelError> {
         let shapes: Vec<&[usize]> =
             names.iter().map(|n| self.source.shape(n).expect("weights are checked")).collect();
@@ -97,7 +259,6 @@ impl<B: Backend> Loader<'_, B> {
         Ok(matrix)
     }
 
-    /// The vectors of `names`, one after the other.
     fn vector(&mut self, names: &[String]) -> Result<B::Vector, ModelError> {
         let mut data = Vec::new();
         for name in names {
@@ -110,72 +271,24 @@ impl<B: Backend> Loader<'_, B> {
         Ok(self.backend.vector(&data)?)
     }
 
-    fn advance(&mut self, parameters: usize) {
-        self.done += parameters as u64;
-        (self.progress)(self.done);
-    }
-
-    fn layer(&mut self, spec: &DecoderSpec, i: usize) -> Result<Layer<B>, ModelError> {
-        let name = |suffix: &str| layer_weight(i, suffix);
-        let attn = |parts: &[&str], kind: &str| -> Vec<String> {
-            parts.iter().map(|p| name(&format!("self_attn.{p}_proj.{kind}"))).collect()
-        };
-        let qkv = ["q", "k", "v"];
-        let vector = |loader: &mut Self, wanted: bool, names: &[String]| {
-            wanted.then(|| loader.vector(names)).transpose()
-        };
-        Ok(Layer {
-            input_norm: self.vector(&[name("input_layernorm.weight")])?,
-            qkv: self.matrix(MatrixLayout::Plain, &attn(&qkv, "weight"))?,
-            qkv_bias: vector(self, spec.qkv_bias, &attn(&qkv, "bias"))?,
-            q_norm: vector(self, spec.qk_norm, &[name("self_attn.q_norm.weight")])?,
-            k_norm: vector(self, spec.qk_norm, &[name("self_attn.k_norm.weight")])?,
-            o: self.matrix(MatrixLayout::Plain, &attn(&["o"], "weight"))?,
-            o_bias: vector(self, spec.o_bias, &attn(&["o"], "bias"))?,
-            mlp_norm: self.vector(&[name("post_attention_layernorm.weight")])?,
-            gate_up: self.matrix(
-                MatrixLayout::GateUp,
-                &[name("mlp.gate_proj.weight"), name("mlp.up_proj.weight")],
-            )?,
-            down: self.matrix(MatrixLayout::Plain, &[name("mlp.down_proj.weight")])?,
-            window: spec.windows[i],
-        })
-    }
-
-    fn rope(
+    fn table(
         &mut self,
-        spec: &DecoderSpec,
-        positions: usize,
-    ) -> Result<Rope<B::Vector>, ModelError> {
-        let inv_freq = spec.rope.inv_freq(positions);
-        let scale = spec.rope.attention_factor();
-        let angles = (0..positions).flat_map(|p| inv_freq.iter().map(move |f| p as f64 * f));
-        let (cos, sin): (Vec<f32>, Vec<f32>) =
-            angles.map(|a| ((scale * a.cos()) as f32, (scale * a.sin()) as f32)).unzip();
-        Ok(Rope {
-            cos: self.backend.vector(&cos)?,
-            sin: self.backend.vector(&sin)?,
-            rot_dim: spec.rope.rot_dim,
-            interleaved: spec.rope.interleaved,
-        })
+        len: usize,
+        values: &mut dyn Iterator<Item = f32>,
+    ) -> Result<B::Vector, ModelError> {
+        let mut data = Vec::with_capacity(len);
+        data.extend(values);
+        assert_eq!(data.len(), len, "values of a table");
+        Ok(self.backend.vector(&data)?)
     }
 
-    fn workspace(&mut self, spec: &DecoderSpec, tokens: usize) -> Result<Workspace<B>, ModelError> {
-        let rows = tokens.min(MAX_LOGIT_ROWS);
-        let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
-        let mut tensor = |rows, cols, kind| self.backend.tensor(rows, cols, kind);
-        use TensorKind::{Compute, F32};
-        Ok(Workspace {
-            hidden: tensor(tokens, spec.hidden_size, F32)?,
-            normed: tensor(tokens, spec.hidden_size, Compute)?,
-            qkv: tensor(tokens, q + 2 * kv, F32)?,
-            q: tensor(tokens, q, Compute)?,
-            attention: tensor(tokens, q, Compute)?,
-            mlp: tensor(tokens, spec.intermediate_size, Compute)?,
-            wanted: tensor(rows, spec.hidden_size, F32)?,
-            wanted_normed: tensor(rows, spec.hidden_size, Compute)?,
-            logits: tensor(rows, spec.vocab_size, F32)?,
-        })
+    fn tensor(
+        &mut self,
+        rows: usize,
+        cols: usize,
+        kind: TensorKind,
+    ) -> Result<B::Tensor, ModelError> {
+        Ok(self.backend.tensor(rows, cols, kind)?)
     }
 }
 
@@ -189,21 +302,14 @@ impl<B: Backend> Decoder<B> {
         progress: OnProgress<'_>,
     ) -> Result<Self, ModelError> {
         weights::check_weights(spec, source)?;
-        let mut loader = Loader { backend, source, done: 0, progress };
-        let layers =
-            (0..spec.num_layers).map(|i| loader.layer(spec, i)).collect::<Result<_, _>>()?;
-        let one = |name: &str| [name.to_owned()];
+        let mut loader = Loader::new(backend, source, progress);
         Ok(Decoder {
             info: model_info(spec),
             eps: spec.rms_norm_eps,
-            embed: loader.matrix(MatrixLayout::Plain, &one(weights::EMBED_TOKENS))?,
-            layers,
-            norm: loader.vector(&one(weights::FINAL_NORM))?,
-            head: (!spec.tie_word_embeddings)
-                .then(|| loader.matrix(MatrixLayout::Plain, &one(weights::LM_HEAD)))
-                .transpose()?,
-            rope: loader.rope(spec, limits.max_positions)?,
-            ws: loader.workspace(spec, limits.max_tokens)?,
+            params: parameters(&mut loader, spec)?,
+            rope: rope(&mut loader, spec, limits.max_positions)?,
+            ws: workspace(&mut loader, spec, limits.max_tokens)?,
+            head: head_workspace(&mut loader, spec, limits.max_tokens)?,
         })
     }
 }
@@ -234,12 +340,12 @@ impl<B: Backend> Model<B> for Decoder<B> {
     }
 
     fn forward(&mut self, backend: &mut B, kv: &mut B::KvCache) {
-        let Decoder { info, eps, ws, rope, .. } = self;
+        let Decoder { info, eps, params, ws, rope, .. } = self;
         let num_heads = info.num_heads;
         let scale = (info.head_dim as f32).sqrt().recip();
         backend.enter(ModelPart::Embedding);
-        backend.embed(&self.embed, &mut ws.hidden);
-        for (layer, l) in self.layers.iter().enumerate() {
+        backend.embed(&params.embed, &mut ws.hidden);
+        for (layer, l) in params.layers.iter().enumerate() {
             backend.enter(ModelPart::Layer(layer));
             backend.rms_norm(&ws.hidden, &l.input_norm, *eps, &mut ws.normed);
             backend.linear(&ws.normed, &l.qkv, l.qkv_bias.as_ref(), &mut ws.qkv);
@@ -262,12 +368,12 @@ impl<B: Backend> Model<B> for Decoder<B> {
     }
 
     fn logits(&mut self, backend: &mut B, rows: Range<usize>) -> &mut B::Tensor {
-        let ws = &mut self.ws;
+        let Decoder { params, ws, head, .. } = self;
         backend.enter(ModelPart::Head);
-        backend.gather_rows(&ws.hidden, rows, &mut ws.wanted);
-        backend.rms_norm(&ws.wanted, &self.norm, self.eps, &mut ws.wanted_normed);
-        let head = self.head.as_ref().unwrap_or(&self.embed);
-        backend.linear(&ws.wanted_normed, head, None, &mut ws.logits);
-        &mut ws.logits
+        backend.gather_rows(&ws.hidden, rows, &mut head.wanted);
+        backend.rms_norm(&head.wanted, &params.norm, self.eps, &mut head.wanted_normed);
+        let matrix = params.head.as_ref().unwrap_or(&params.embed);
+        backend.linear(&head.wanted_normed, matrix, None, &mut head.logits);
+        &mut head.logits
     }
 }

@@ -25,6 +25,7 @@ pub mod folder;
 pub mod gguf;
 pub mod loader;
 mod mapped;
+pub mod memory;
 pub mod safetensors;
 pub mod source;
 pub mod spec;

@@ -5,13 +5,15 @@ use crate::decoder::{Decoder, DecoderLimits, model_info};
 use crate::error::LoadError;
 use crate::folder::ModelFolder;
 use crate::gguf::{GgufFile, GgufTokenizer};
+use crate::memory::DecoderMemory;
 use crate::safetensors::SafetensorsSource;
 use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
 use crate::weights::EMBED_TOKENS;
-use quire_engine::backend::{CpuBackend, ReferenceBackend};
-use quire_engine::config::{ConfigError, ResolvedConfig, available_memory};
+use quire_engine::backend::{CpuBackend, CpuBuffers, ReferenceBackend, ReferenceBuffers};
+use quire_engine::config::{ConfigError, ResolvedConfig};
 use quire_engine::engine::TextConfig;
+use quire_engine::memory::SystemMemory;
 use quire_engine::model::ModelInfo;
 use quire_engine::ops::{Backend, BackendError};
 use quire_engine::runner::{Executor, ModelRunner};
@@ -25,7 +27,7 @@ use std::path::Path;
 pub use quire_engine::backend::Isa;
 
 /// Memory assumed where the system does not say what there is.
-const UNKNOWN_MEMORY_BYTES: usize = 8 << 30;
+const UNKNOWN_MEMORY: SystemMemory = SystemMemory::unused(8 << 30);
 
 /// Why a model cannot be opened or run.
 #[derive(Debug, thiserror::Error)]
@@ -177,14 +179,28 @@ impl ModelFiles {
         }
     }
 
+    /// What the model takes when it runs with `options`.
+    pub fn memory(&self, options: &LoadOptions) -> DecoderMemory<'_> {
+        let dtype = self.dtype(options);
+        match options.backend {
+            BackendKind::Reference => DecoderMemory::new(&self.spec, ReferenceBuffers::new(dtype)),
+            BackendKind::Cpu => {
+                DecoderMemory::new(&self.spec, CpuBuffers::new(dtype, options.threads))
+            }
+        }
+    }
+
+    fn dtype(&self, options: &LoadOptions) -> DType {
+        options.dtype.unwrap_or_else(|| self.default_dtype())
+    }
+
     /// The sizes an engine with `options` will have.
     ///
     /// # Errors
     /// A limit does not fit the model or the memory of this machine.
     pub fn plan(&self, options: &LoadOptions) -> Result<ResolvedConfig, ModelError> {
-        let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
-        let available = available_memory().unwrap_or(UNKNOWN_MEMORY_BYTES);
-        Ok(options.engine.resolve(&self.info(), dtype, available)?)
+        let memory = SystemMemory::read().unwrap_or(UNKNOWN_MEMORY);
+        Ok(options.engine.resolve(&self.memory(options), memory)?)
     }
 
     /// Reads the weights and builds an engine. `progress` is called with the parameters read.
@@ -196,8 +212,20 @@ impl ModelFiles {
         options: &LoadOptions,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Engine, ModelError> {
-        let config = self.plan(options)?;
-        let dtype = options.dtype.unwrap_or_else(|| self.default_dtype());
+        self.load_planned(options, self.plan(options)?, progress)
+    }
+
+    /// The same with the sizes that [`ModelFiles::plan`] made of the same options.
+    ///
+    /// # Errors
+    /// A tensor is missing or has the wrong shape; memory is short.
+    pub fn load_planned(
+        &self,
+        options: &LoadOptions,
+        config: ResolvedConfig,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Engine, ModelError> {
+        let dtype = self.dtype(options);
         let executor = match options.backend {
             BackendKind::Reference => {
                 self.executor(ReferenceBackend::new(dtype), &config, progress)?

@@ -1,5 +1,8 @@
 //! The command line, with vLLM's names where the meaning is the same.
 
+mod scheduling;
+
+use crate::bench::args::BenchArgs;
 use crate::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
@@ -7,6 +10,7 @@ use quire_engine::sampling::NumLogprobs;
 use quire_engine::{DType, EngineConfig, SamplingParams};
 use quire_model_zoo::loader::Isa;
 use quire_model_zoo::{BackendKind, LoadOptions};
+use scheduling::Scheduling;
 use std::path::PathBuf;
 
 /// LLM inference on the CPU.
@@ -25,10 +29,12 @@ pub enum Command {
     Generate(Box<GenerateArgs>),
     /// Talk to a model
     Chat(Box<ChatArgs>),
-    /// Show a model's sizes and what running it here takes; no weights are read
+    /// Show a model's sizes and what running it here takes; no weights are read, save for --measure
     Info(InfoArgs),
     /// Compare a model's logits with recorded ones
     Verify(VerifyArgs),
+    /// Measure how fast a model runs here
+    Bench(BenchArgs),
 }
 
 /// A model and how to run it.
@@ -38,6 +44,8 @@ pub struct ModelArgs {
     pub model: PathBuf,
     #[command(flatten)]
     engine: EngineArgs,
+    #[command(flatten)]
+    scheduling: Scheduling,
 }
 
 #[derive(Args)]
@@ -75,8 +83,18 @@ struct EngineArgs {
         value_parser = parse_whole::<usize>,
     )]
     block_size: Option<usize>,
+    /// Share of the memory, over 0 and up to 1, to fill: KV blocks take all that weights,
+    /// activations and whatever else runs here leave of it [default: see --kv-cache-memory]
+    #[arg(
+        long,
+        alias = "gpu-memory-utilization",
+        value_name = "SHARE",
+        allow_negative_numbers = true,
+        value_parser = parse_share,
+    )]
+    memory_utilization: Option<f32>,
     /// Memory for KV blocks, such as 512M or 2GiB [default: what all requests in a step need, at
-    /// most a quarter of what is available]
+    /// most a quarter of what weights and activations leave]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
     kv_cache_memory: Option<usize>,
     /// Number of KV blocks, instead of --kv-cache-memory
@@ -138,22 +156,25 @@ impl ModelArgs {
     pub fn load_options(&self) -> LoadOptions {
         let flags = &self.engine;
         let default = EngineConfig::default();
+        let mut engine = EngineConfig {
+            max_num_seqs: flags.max_num_seqs.unwrap_or(default.max_num_seqs),
+            max_num_batched_tokens: flags.max_num_batched_tokens,
+            max_model_len: flags.max_model_len,
+            block_size: flags.block_size.unwrap_or(default.block_size),
+            memory_utilization: flags.memory_utilization,
+            kv_cache_bytes: flags.kv_cache_memory,
+            num_blocks: flags.num_blocks_override,
+            max_logprobs: flags.max_logprobs.unwrap_or(default.max_logprobs),
+            seed: flags.seed,
+            ..default
+        };
+        self.scheduling.apply(&mut engine);
         LoadOptions {
             backend: flags.backend,
             dtype: flags.dtype.and_then(|dtype| dtype.0),
             isa: flags.isa,
             threads: flags.threads,
-            engine: EngineConfig {
-                max_num_seqs: flags.max_num_seqs.unwrap_or(default.max_num_seqs),
-                max_num_batched_tokens: flags.max_num_batched_tokens,
-                max_model_len: flags.max_model_len,
-                block_size: flags.block_size.unwrap_or(default.block_size),
-                kv_cache_bytes: flags.kv_cache_memory,
-                num_blocks: flags.num_blocks_override,
-                max_logprobs: flags.max_logprobs.unwrap_or(default.max_logprobs),
-                seed: flags.seed,
-                ..default
-            },
+            engine,
         }
     }
 
@@ -197,6 +218,9 @@ pub struct GenerateArgs {
     /// Results of --prompt as JSON lines; the summary as JSON
     #[arg(long)]
     pub json: bool,
+    /// Do not show where the memory goes
+    #[arg(long, short)]
+    pub quiet: bool,
     /// Jinja template for "messages", in place of the model's
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     pub chat_template: Option<PathBuf>,
@@ -231,6 +255,9 @@ pub struct ChatArgs {
     /// Each answer as a line of JSON
     #[arg(long)]
     pub json: bool,
+    /// Do not show where the memory goes
+    #[arg(long, short)]
+    pub quiet: bool,
     #[command(flatten)]
     pub sampling: SamplingArgs,
 }
@@ -328,13 +355,19 @@ pub struct ResultArgs {
     no_detokenize: bool,
 }
 
+/// A share that is not nothing.
+fn parse_share(text: &str) -> Result<f32, String> {
+    let share = text.parse().ok().filter(|&x: &f32| x > 0.0 && x <= 1.0);
+    share.ok_or_else(|| "must be over 0 and at most 1".to_owned())
+}
+
 /// A whole number, whose range the message gives.
-fn parse_whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
+pub fn parse_whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
     parse_from::<T>(0, text)
 }
 
 /// The same without 0.
-fn parse_positive(text: &str) -> Result<usize, String> {
+pub fn parse_positive(text: &str) -> Result<usize, String> {
     parse_from(1, text)
 }
 
@@ -408,6 +441,9 @@ impl ResultArgs {
 pub struct InfoArgs {
     #[command(flatten)]
     pub model: ModelArgs,
+    /// Load the model and measure what an engine measures when it starts
+    #[arg(long)]
+    pub measure: bool,
     /// One JSON object instead of a table
     #[arg(long)]
     pub json: bool,
@@ -482,7 +518,7 @@ mod tests {
     #[test]
     fn flags_reach_engine_and_sampler() {
         let line = "quire generate m --prompt a --prompt b --device reference --dtype bf16 \
-                    --kv-cache-memory 1M --isa portable --top-k -1 --stop x --stop y --ignore-eos";
+                    --kv-cache-memory 1M --gpu-memory-utilization 0.5 --swap-space 3M --isa portable --top-k -1 --stop x --stop y --ignore-eos";
         let cli = Cli::try_parse_from(line.split_whitespace()).unwrap();
         let Command::Generate(args) = cli.command else { panic!("generate") };
         let options = args.model.load_options();
@@ -490,6 +526,8 @@ mod tests {
         assert_eq!(options.dtype, Some(DType::Bf16));
         assert_eq!(options.isa, Some(Isa::Portable));
         assert_eq!(options.engine.kv_cache_bytes, Some(1 << 20));
+        assert_eq!(options.engine.memory_utilization, Some(0.5));
+        assert_eq!(options.engine.swap_bytes, 3 << 20);
         assert_eq!(options.engine.block_size, EngineConfig::default().block_size);
         let mut params = SamplingParams { top_k: 7, ..Default::default() };
         args.sampling.apply(&mut params);
@@ -535,6 +573,9 @@ mod tests {
             ("--top-k -2", "from -1 (all) to 4294967295"),
             ("--logprobs -2", "from -1 (all) to 4294967295"),
             ("--kv-cache-memory -1", "expected bytes"),
+            ("--memory-utilization 1.5", "over 0 and at most 1"),
+            ("--memory-utilization -0.5", "over 0 and at most 1"),
+            ("--memory-utilization NaN", "over 0 and at most 1"),
             ("--dtype f16", "must be auto, f32 or bf16"),
         ] {
             let line = format!("quire generate m --prompt a {flags}");

@@ -4,6 +4,7 @@
 use crate::size::format_size;
 use anyhow::anyhow;
 use quire_engine::config::ConfigError;
+use quire_engine::memory::{MemoryPlan, PlanPart};
 use quire_model_zoo::ModelError;
 use quire_model_zoo::config::supported_architectures;
 use quire_model_zoo::error::LoadError;
@@ -71,26 +72,52 @@ fn config_error(error: ConfigError) -> anyhow::Error {
     match error {
         ConfigError::OutOfRange { name, value, rule } => {
             let flag = flag(name);
-            if name != "kv_cache_bytes" {
+            if !matches!(name, "kv_cache_bytes" | "swap_bytes") {
                 return anyhow!("{flag} is {value}; it must be {rule}");
             }
             let with_unit = |word: &str| word.parse().map_or(word.to_owned(), exact_size);
             let rule: Vec<String> = rule.split(' ').map(with_unit).collect();
             anyhow!("{flag} is {}; it must be {}", exact_size(value), rule.join(" "))
         }
-        ConfigError::WeightsTooLarge { bytes, available } => anyhow!(
-            "the weights take {}; {} of memory are available",
-            format_size(bytes),
-            format_size(available)
-        ),
-        ConfigError::PoolTooSmall { blocks, block_size, max_model_len, needed_bytes } => anyhow!(
-            "the KV cache of {blocks} blocks holds {} tokens, fewer than {} {max_model_len}, which \
+        ConfigError::Utilization(share) => {
+            anyhow!("{} is {share}; it must be over 0 and at most 1", flag("memory_utilization"))
+        }
+        ConfigError::DoesNotFit { plan, part } => does_not_fit(&plan, part),
+        ConfigError::PoolTooSmall { blocks, block_size, max_model_len, needed_bytes, .. } => {
+            anyhow!(
+                "the KV cache of {blocks} blocks holds {} tokens, fewer than {} {max_model_len}, which \
              needs {}; raise --kv-cache-memory or --num-blocks-override, or lower --max-model-len",
-            blocks * block_size,
-            flag("max_model_len"),
-            exact_size(needed_bytes)
-        ),
+                blocks * block_size,
+                flag("max_model_len"),
+                exact_size(needed_bytes)
+            )
+        }
     }
+}
+
+/// What has no room and what to change.
+fn does_not_fit(plan: &MemoryPlan, part: PlanPart) -> anyhow::Error {
+    let (what, bytes, remedy) = match part {
+        PlanPart::Weights => {
+            ("the weights", plan.weights, "take a smaller model, or --dtype bf16 if it is f32")
+        }
+        PlanPart::Workspace => (
+            "weights, activations and a KV block",
+            plan.needed(),
+            "lower --max-num-batched-tokens or --max-model-len",
+        ),
+        PlanPart::Swap => ("the swap space", plan.swap, "lower --swap-space"),
+        PlanPart::KvCache => {
+            ("the KV cache", plan.kv_cache, "lower --kv-cache-memory or --num-blocks-override")
+        }
+    };
+    let raise = if plan.budget < plan.available { ", or raise --memory-utilization" } else { "" };
+    anyhow!(
+        "no room for {what} of {}: the engine needs {} and may take {}; {remedy}{raise}",
+        format_size(bytes),
+        exact_size(plan.needed()),
+        exact_size(plan.budget),
+    )
 }
 
 /// A flag and, in brackets, the configuration field it sets.
@@ -98,6 +125,7 @@ fn flag(field: &str) -> String {
     let flag = match field {
         "kv_cache_bytes" => "kv-cache-memory".to_owned(),
         "num_blocks" => "num-blocks-override".to_owned(),
+        "swap_bytes" => "swap-space".to_owned(),
         other => other.replace('_', "-"),
     };
     format!("--{flag} ({field})")
@@ -134,16 +162,17 @@ mod tests {
             "--kv-cache-memory (kv_cache_bytes) is 1 byte; it must be from 49152 bytes (48.0 KiB) \
              to 3221225472 bytes (3.0 GiB)"
         );
-        let too_large = ConfigError::WeightsTooLarge { bytes: 14 << 30, available: 3 << 29 };
         assert_eq!(
-            config_error(too_large).to_string(),
-            "the weights take 14.0 GiB; 1.5 GiB of memory are available"
+            out_of_range("swap_bytes", 4, "0 or at least 49152 (one block)"),
+            "--swap-space (swap_bytes) is 4 bytes; it must be 0 bytes or at least 49152 bytes (48.0 \
+             KiB) (one block)"
         );
         let too_small = ConfigError::PoolTooSmall {
             blocks: 3,
             block_size: 16,
             max_model_len: 49,
             needed_bytes: 4 << 20,
+            plan: Box::default(),
         };
         let text = config_error(too_small).to_string();
         assert!(
@@ -151,6 +180,37 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("4194304 bytes (4.0 MiB); raise --kv-cache-memory or"), "{text}");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named_with_its_flag() {
+        let plan = MemoryPlan {
+            available: 2 << 30,
+            budget: 1 << 30,
+            weights: 2 << 30,
+            workspace: 3 << 30,
+            kv_cache: 4 << 30,
+            swap: 5 << 30,
+            ..MemoryPlan::default()
+        };
+        let message = |plan: MemoryPlan, part| {
+            config_error(ConfigError::DoesNotFit { plan: Box::new(plan), part }).to_string()
+        };
+        assert_eq!(
+            message(plan, PlanPart::Weights),
+            "no room for the weights of 2.0 GiB: the engine needs 15032385536 bytes (14.0 GiB) and \
+             may take 1073741824 bytes (1.0 GiB); take a smaller model, or --dtype bf16 if it is \
+             f32, or raise --memory-utilization"
+        );
+        let all = MemoryPlan { budget: plan.available, ..plan };
+        for (part, start, end) in [
+            (PlanPart::Workspace, "no room for weights, activations", "or --max-model-len"),
+            (PlanPart::Swap, "no room for the swap space of 5.0 GiB", "; lower --swap-space"),
+            (PlanPart::KvCache, "no room for the KV cache of 4.0 GiB", "--num-blocks-override"),
+        ] {
+            let text = message(all, part);
+            assert!(text.starts_with(start) && text.ends_with(end), "{text}");
+        }
     }
 
     #[test]

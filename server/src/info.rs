@@ -3,11 +3,14 @@
 use crate::Outcome;
 use crate::cli::InfoArgs;
 use crate::load;
-use crate::output::{Output, two_columns};
+use crate::memory::{PlanJson, table as memory_table};
+use crate::output::{Output, counted, two_columns};
 use crate::size::format_size;
 use quire_engine::backend::{CpuBackend, ReferenceBackend};
-use quire_engine::config::{ResolvedConfig, available_memory};
+use quire_engine::config::{DEFAULT_STEP_MS, Measure, ResolvedConfig};
+use quire_engine::memory::SystemMemory;
 use quire_engine::ops::{Backend, BackendInfo};
+use quire_engine::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::{BackendKind, ModelFiles};
 use serde::Serialize;
@@ -37,10 +40,38 @@ struct Info {
     kv_cache_bytes: usize,
     max_model_len: usize,
     max_num_seqs: usize,
+    /// The most there can be, where it is measured at start and was not measured now.
     max_num_batched_tokens: usize,
+    #[serde(flatten)]
+    scheduling: Scheduling,
+    memory: PlanJson,
     /// Null where the system does not say.
     available_memory_bytes: Option<usize>,
     notes: Vec<String>,
+}
+
+/// What an engine does when seats or blocks are short.
+#[derive(Serialize)]
+struct Scheduling {
+    scheduling_policy: &'static str,
+    /// Null but for the policy `priority`.
+    aging_steps: Option<u32>,
+    prefix_caching: bool,
+    async_scheduling: bool,
+    swap_blocks: usize,
+    preemption_mode: &'static str,
+    /// Null where they are not needed, or are measured at start and were not measured now.
+    preemption_costs: Option<Costs>,
+    /// What an engine measures when it starts, by name.
+    measured_at_start: Vec<&'static str>,
+    /// It was measured now.
+    measured: bool,
+}
+
+#[derive(Serialize)]
+struct Costs {
+    recompute_ns_per_token: u64,
+    swap_ns_per_block: u64,
 }
 
 /// Runs the command.
@@ -50,24 +81,34 @@ struct Info {
 pub fn run(args: &InfoArgs) -> anyhow::Result<Outcome> {
     let files = load::open(&args.model.model)?;
     let options = args.model.load_options();
-    let plan = load::plan(&files, &options)?;
+    let mut plan = load::plan(&files, &options)?;
+    let memory = plan.memory;
+    if args.measure {
+        plan.scheduler = load::load(&files, &options)?.limits().clone();
+    }
     let dtype = options.dtype.unwrap_or_else(|| files.default_dtype());
     let backend = match options.backend {
         BackendKind::Reference => ReferenceBackend::new(dtype).info(),
         BackendKind::Cpu => CpuBackend::new(dtype, options.isa, options.threads)?.info(),
     };
-    let info = info(args.model.model.display().to_string(), &files, backend, plan);
+    let measured = args.measure;
+    let info = info(args.model.model.display().to_string(), &files, (backend, plan, measured));
     let mut output = Output::stdout();
     if args.json {
         output.json(&info)?;
     } else {
-        output.text(&table(&info))?;
+        output.text(&(table(&info) + &memory_table(&memory)))?;
     }
     Ok(Outcome::Done)
 }
 
-fn info(model: String, files: &ModelFiles, backend: BackendInfo, plan: ResolvedConfig) -> Info {
+fn info(
+    model: String,
+    files: &ModelFiles,
+    (backend, plan, measured): (BackendInfo, ResolvedConfig, bool),
+) -> Info {
     let sizes = files.info();
+    let scheduling = scheduling(&plan, measured);
     let limits = plan.scheduler;
     Info {
         model,
@@ -90,15 +131,53 @@ fn info(model: String, files: &ModelFiles, backend: BackendInfo, plan: ResolvedC
         threads: backend.threads,
         batch_invariant: backend.batch_invariant,
         huge_pages: huge_pages(),
-        kv_bytes_per_token: plan.kv_cache_bytes / (limits.num_blocks * limits.block_size),
+        kv_bytes_per_token: plan.memory.kv_cache / (limits.num_blocks * limits.block_size),
         block_size: limits.block_size,
         num_blocks: limits.num_blocks,
-        kv_cache_bytes: plan.kv_cache_bytes,
+        kv_cache_bytes: plan.memory.kv_cache,
         max_model_len: limits.max_model_len,
         max_num_seqs: limits.max_num_seqs,
         max_num_batched_tokens: limits.max_num_batched_tokens,
-        available_memory_bytes: available_memory(),
+        scheduling,
+        memory: plan.memory.into(),
+        available_memory_bytes: SystemMemory::read().map(|memory| memory.available),
         notes: plan.notes,
+    }
+}
+
+fn scheduling(plan: &ResolvedConfig, measured: bool) -> Scheduling {
+    let SchedulerConfig { policy, preemption, num_swap_blocks, prefix_cache, .. } = &plan.scheduler;
+    let Measure { budget, preemption_costs: costs } = plan.measure;
+    let names = [(budget, "max_num_batched_tokens"), (costs, "preemption_costs")];
+    Scheduling {
+        scheduling_policy: match policy {
+            Policy::Fcfs => "fcfs",
+            Policy::Priority { .. } => "priority",
+            Policy::Static => "static",
+        },
+        aging_steps: match policy {
+            Policy::Priority { aging_steps } => Some(*aging_steps),
+            Policy::Fcfs | Policy::Static => None,
+        },
+        prefix_caching: prefix_cache.is_some(),
+        async_scheduling: plan.async_scheduling,
+        swap_blocks: *num_swap_blocks,
+        preemption_mode: match preemption {
+            Preemption::Auto(_) => "auto",
+            Preemption::Swap => "swap",
+            Preemption::Recompute => "recompute",
+        },
+        preemption_costs: match *preemption {
+            // Without swap space there is nothing to choose.
+            Preemption::Auto(PreemptionCosts { recompute_ns_per_token, swap_ns_per_block })
+                if *num_swap_blocks > 0 && (measured || !costs) =>
+            {
+                Some(Costs { recompute_ns_per_token, swap_ns_per_block })
+            }
+            _ => None,
+        },
+        measured_at_start: names.iter().filter(|name| name.0).map(|name| name.1).collect(),
+        measured,
     }
 }
 
@@ -147,8 +226,52 @@ fn table(info: &Info) -> String {
         ),
         ("max model len", format!("{} tokens", info.max_model_len)),
         ("max num seqs", info.max_num_seqs.to_string()),
-        ("max batched tokens", info.max_num_batched_tokens.to_string()),
+        ("max batched tokens", batched_tokens(info)),
     ];
+    rows.extend(info.scheduling.rows());
     rows.extend(info.notes.iter().map(|note| ("note", note.clone())));
     two_columns(&rows)
+}
+
+fn batched_tokens(info: &Info) -> String {
+    let tokens = info.max_num_batched_tokens;
+    match info.scheduling.is_open("max_num_batched_tokens") {
+        true => format!(
+            "{tokens}, or fewer: as many as {DEFAULT_STEP_MS} ms allow, by a measurement at start"
+        ),
+        false => tokens.to_string(),
+    }
+}
+
+impl Scheduling {
+    /// Whether `name` will be measured at start, and is not known now.
+    fn is_open(&self, name: &str) -> bool {
+        !self.measured && self.measured_at_start.contains(&name)
+    }
+
+    fn rows(&self) -> [(&'static str, String); 5] {
+        let yes_no = |yes| if yes { "yes" } else { "no" }.to_owned();
+        let policy = match self.aging_steps {
+            Some(steps) => format!("priority, a level for every {steps} steps of waiting"),
+            None => self.scheduling_policy.to_owned(),
+        };
+        let preemption = match &self.preemption_costs {
+            Some(Costs { recompute_ns_per_token, swap_ns_per_block }) => format!(
+                "auto: {recompute_ns_per_token} ns to compute a token, {swap_ns_per_block} ns to \
+                 copy a block"
+            ),
+            None if self.is_open("preemption_costs") => {
+                "auto, by costs measured at start".to_owned()
+            }
+            None if self.swap_blocks == 0 => "recompute (there is no swap space)".to_owned(),
+            None => self.preemption_mode.to_owned(),
+        };
+        [
+            ("scheduling policy", policy),
+            ("preemption", preemption),
+            ("swap space", counted(self.swap_blocks as u64, "block")),
+            ("prefix caching", yes_no(self.prefix_caching)),
+            ("async scheduling", yes_no(self.async_scheduling)),
+        ]
+    }
 }

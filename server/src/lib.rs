@@ -1,9 +1,10 @@
-//! The quire command line: `generate`, `chat`, `info` and `verify`.
+//! The quire command line: `generate`, `chat`, `info`, `verify` and `bench`.
 //!
 //! Exit codes: 0 done; 1 some requests failed, or a model differs from its golden file; 2 cannot
 //! run (arguments, files, memory); 101 a bug; 130 interrupted. An error is one line on standard
-//! error; results go to standard output, everything else to standard error.
+//! error, after a table of where the memory goes if that is the matter; results go to standard output, everything else to standard error.
 
+mod bench;
 mod chat;
 mod cli;
 mod conversation;
@@ -13,6 +14,7 @@ mod info;
 mod interrupt;
 mod lines;
 mod load;
+mod memory;
 mod output;
 mod params;
 mod result_line;
@@ -65,6 +67,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Info(args) => info::run(args),
         Command::Verify(args) => verify::run(args),
+        Command::Bench(args) => bench::run(args),
     });
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,

@@ -1,10 +1,10 @@
 //! Opening and loading a model, with a progress bar where a person is watching.
 
-use crate::explain;
+use crate::{explain, memory};
 use indicatif::{ProgressBar, ProgressStyle};
 use quire_engine::Engine;
-use quire_engine::config::ResolvedConfig;
-use quire_model_zoo::{LoadOptions, ModelFiles};
+use quire_engine::config::{ConfigError, DEFAULT_BATCHED_TOKENS, DEFAULT_STEP_MS, ResolvedConfig};
+use quire_model_zoo::{LoadOptions, ModelError, ModelFiles};
 use std::path::Path;
 
 /// Opens the files of the model at `path`.
@@ -15,12 +15,21 @@ pub fn open(path: &Path) -> anyhow::Result<ModelFiles> {
     ModelFiles::open(path).map_err(|error| explain::open_error(error, path))
 }
 
-/// The sizes an engine with `options` will have.
+/// The sizes an engine with `options` will have. Where memory is short, a table of what goes
+/// where is shown on standard error.
 ///
 /// # Errors
 /// A limit does not fit; the message names its flag.
 pub fn plan(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<ResolvedConfig> {
-    files.plan(options).map_err(explain::run_error)
+    files.plan(options).map_err(|error| {
+        if let ModelError::Config(
+            ConfigError::DoesNotFit { plan, .. } | ConfigError::PoolTooSmall { plan, .. },
+        ) = &error
+        {
+            crate::report(memory::table(plan).trim_end());
+        }
+        explain::run_error(error)
+    })
 }
 
 /// Reads the weights. What was adjusted is noted on standard error.
@@ -28,14 +37,29 @@ pub fn plan(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<Resolve
 /// # Errors
 /// The model cannot be loaded, or a limit does not fit; the message names its flag.
 pub fn load(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<Engine> {
-    for note in plan(files, options)?.notes {
+    let plan = plan(files, options)?;
+    for note in &plan.notes {
         crate::report(&format!("note: {note}"));
     }
     let bar = ProgressBar::new(files.info().num_parameters);
     bar.set_style(style("loading {bar:30} {percent}% [{elapsed}<{eta}]"));
-    let engine = files.load(options, &mut |parameters| bar.set_position(parameters));
+    let engine = files.load_planned(options, plan, &mut |parameters| bar.set_position(parameters));
     bar.finish_and_clear();
     engine.map_err(explain::run_error)
+}
+
+/// Shows on standard error where the memory of an engine made with `options` goes, and what was
+/// lowered after measuring.
+pub fn show(engine: &Engine, options: &LoadOptions) {
+    crate::report(memory::table(engine.memory()).trim_end());
+    let most = options.engine.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
+    let tokens = engine.limits().max_num_batched_tokens;
+    if tokens < most {
+        crate::report(&format!(
+            "note: max_num_batched_tokens lowered from {most} to {tokens}: more take over \
+             {DEFAULT_STEP_MS} ms a step"
+        ));
+    }
 }
 
 /// A progress bar's style from a template of ours.

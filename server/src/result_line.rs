@@ -3,7 +3,7 @@
 use crate::output::{counted, escaped, milliseconds, to_json};
 use quire_engine::sampling::TokenLogprob;
 use quire_engine::text::{TextError, Tokenizer};
-use quire_engine::{RequestOutput, StopReason, TokenLogprobs};
+use quire_engine::{BeamScore, RequestOutput, StopReason, TokenLogprobs};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -23,6 +23,8 @@ struct ResultLine<'a> {
     prompt_logprobs: Option<Vec<Option<Position>>>,
     finish_reason: &'a str,
     stop_reason: &'a Option<StopReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beam: Option<BeamScore>,
     usage: Usage,
     seed: u64,
     timings: Timings,
@@ -35,13 +37,15 @@ struct Usage {
     total_tokens: usize,
 }
 
-/// Null where a request did not get so far.
+/// Null where a request did not get so far. All of it depends on what ran beside the request.
 #[derive(Serialize)]
 struct Timings {
     queue_ms: Option<f64>,
     ttft_ms: Option<f64>,
     tpot_ms: Option<f64>,
     e2e_ms: f64,
+    /// Tokens of the prompt that were not computed.
+    num_cached_tokens: usize,
 }
 
 #[derive(Serialize)]
@@ -98,6 +102,7 @@ pub fn result_line(
         prompt_logprobs,
         finish_reason: output.finish_reason.name(),
         stop_reason: &output.stop_reason,
+        beam: output.beam,
         usage: Usage {
             prompt_tokens,
             completion_tokens,
@@ -109,6 +114,7 @@ pub fn result_line(
             ttft_ms: metrics.ttft.map(milliseconds),
             tpot_ms: metrics.tpot.map(milliseconds),
             e2e_ms: milliseconds(metrics.e2e),
+            num_cached_tokens: metrics.num_cached_tokens,
         },
     }))
 }

@@ -1,5 +1,7 @@
 //! The `quire` binary as users run it, on a tiny model.
 
+#[path = "cli/bench.rs"]
+mod bench;
 #[path = "cli/chat.rs"]
 mod chat;
 #[path = "cli/resume.rs"]
@@ -315,7 +317,7 @@ fn messages_are_bounded() {
 fn nothing_to_run_is_said_in_one_line() {
     let dir = tempfile::tempdir().unwrap();
     let input = write(&dir, "in.jsonl", "\n");
-    let output = quire(&["generate", MODEL, "--input", &input]);
+    let output = quire(&["generate", MODEL, "--input", &input, "--quiet"]);
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(stderr(&output), "no requests\n");
 }
@@ -419,6 +421,89 @@ fn info_says_what_a_model_takes() {
     let table = stdout(&small);
     assert!(table.contains("KV per token        1536 bytes"), "{table}");
     assert!(table.contains("max_model_len lowered from 256 to 64"), "{table}");
+}
+
+#[test]
+fn info_has_the_memory_plan_and_the_schedulers_settings() {
+    let args = ["info", MODEL, "--json", "--num-blocks-override", "10", "--threads", "2"];
+    let info = |flags: &[&str]| {
+        let output = quire(&[&args[..], flags].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        json_lines(&stdout(&output)).remove(0)
+    };
+    let default = info(&[]);
+    let memory = &default["memory"];
+    let part = |name: &str| memory[name].as_u64().unwrap();
+    assert_eq!(part("kv_cache"), default["kv_cache_bytes"].as_u64().unwrap());
+    let names = ["weights", "workspace", "logits", "sampling", "other", "kv_cache", "swap"];
+    assert_eq!(names.map(part).iter().sum::<u64>(), part("needed"));
+    assert!(names[..6].iter().all(|name| part(name) > 0), "{memory}");
+    assert!(part("needed") <= part("budget") && part("budget") == part("available"), "{memory}");
+    assert_eq!(default["scheduling_policy"], "fcfs");
+    assert_eq!(default["preemption_costs"], Value::Null);
+    assert_eq!(default["prefix_caching"], true);
+    assert_eq!(default["measured_at_start"], serde_json::json!(["max_num_batched_tokens"]));
+
+    let flags = "--swap-space 1M --scheduling-policy priority --aging-steps 9 --async-scheduling \
+                 --no-enable-prefix-caching --max-num-batched-tokens 64";
+    let flags: Vec<&str> = flags.split_whitespace().collect();
+    let set = info(&flags);
+    assert_eq!((&set["scheduling_policy"], &set["aging_steps"]), (&"priority".into(), &9.into()));
+    assert_eq!((&set["prefix_caching"], &set["async_scheduling"]), (&false.into(), &true.into()));
+    // 16 tokens × 3072 bytes a block.
+    assert_eq!(set["swap_blocks"], (1 << 20) / (16 * 3072));
+    assert_eq!(set["memory"]["swap"], (1 << 20) / (16 * 3072) * (16 * 3072));
+    assert_eq!(set["measured_at_start"], serde_json::json!(["preemption_costs"]));
+    assert_eq!(set["preemption_costs"], Value::Null);
+    assert!(set["memory"]["workspace"].as_u64() < default["memory"]["workspace"].as_u64());
+
+    let measured = info(&["--swap-space", "1M", "--measure"]);
+    assert!(measured["preemption_costs"]["recompute_ns_per_token"].as_u64().unwrap() > 0);
+    assert!(measured["max_num_batched_tokens"].as_u64().unwrap() <= 512);
+    let given = info(&["--swap-space", "1M", "--preemption-costs", "90000,7"]);
+    assert_eq!(given["preemption_costs"]["swap_ns_per_block"], 7);
+
+    let table = stdout(&quire(&["info", MODEL, "--scheduling-policy", "static"]));
+    for line in [
+        "scheduling policy   static",
+        "prefix caching      no",
+        "preemption          recompute (there is no swap space)",
+        "\nmemory\n  weights    ",
+        "\n  swap space  ",
+    ] {
+        assert!(table.contains(line), "{line}: {table}");
+    }
+}
+
+#[test]
+fn what_the_memory_cannot_hold_is_refused_with_a_table() {
+    for (flags, problem) in [
+        (["--kv-cache-memory", "900T"], "no room for the KV cache of 900.0 TiB: the engine needs"),
+        (["--num-blocks-override", "100000000"], "lower --kv-cache-memory or --num-blocks-over"),
+        (["--swap-space", "90T"], "no room for the swap space of 90.0 TiB"),
+        (["--memory-utilization", "0.0000001"], "or raise --memory-utilization"),
+    ] {
+        let output = quire(&[&["generate", MODEL, "--prompt", "x"][..], &flags].concat());
+        assert_eq!((output.status.code(), stdout(&output)), (Some(2), String::new()));
+        let text = stderr(&output);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0] == "memory" && lines[1].starts_with("  weights  "), "{text}");
+        let error = lines.last().unwrap();
+        assert!(error.starts_with("error: ") && error.contains(problem), "{text}");
+    }
+}
+
+#[test]
+fn where_the_memory_goes_is_shown_at_start_unless_not_wanted() {
+    let shown = |flags: &[&str]| {
+        let args = ["generate", MODEL, "--prompt", "x", "--max-tokens", "1"];
+        let output = quire(&[&args[..], flags].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        stderr(&output).starts_with("memory\n  weights ")
+    };
+    assert!(shown(&[]));
+    assert!(!shown(&["--quiet"]));
+    assert!(!shown(&["--json"]));
 }
 
 #[cfg(unix)]

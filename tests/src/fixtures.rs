@@ -2,8 +2,9 @@
 
 use crate::rng::Rng;
 use quire_engine::backend::reference::RefKvCache;
-use quire_engine::backend::{CpuBackend, Isa, ReferenceBackend};
+use quire_engine::backend::{CpuBackend, CpuBuffers, Isa, ReferenceBackend, ReferenceBuffers};
 use quire_engine::engine::TextConfig;
+use quire_engine::memory::SystemMemory;
 use quire_engine::ops::Backend;
 use quire_engine::runner::{Executor, ModelRunner};
 use quire_engine::scheduler::SchedulerConfig;
@@ -11,6 +12,7 @@ use quire_engine::text::Tokenizer;
 use quire_engine::{DType, Engine, EngineConfig};
 use quire_model_zoo::decoder::{Decoder, DecoderLimits, model_info};
 use quire_model_zoo::error::LoadError;
+use quire_model_zoo::memory::DecoderMemory;
 use quire_model_zoo::source::{SourceDtype, WeightSource};
 use quire_model_zoo::spec::{DecoderSpec, RopeScaling, RopeSpec};
 use quire_model_zoo::weights::expected_weights;
@@ -115,6 +117,12 @@ impl TinyModel {
         )
     }
 
+    /// The same with other attention windows, one a layer.
+    pub fn with_windows(seed: u64, windows: [Option<u32>; 2]) -> Self {
+        let spec = TinyModel::new(seed).spec;
+        Self::of_spec(DecoderSpec { windows: windows.into(), ..spec }, seed)
+    }
+
     /// A model of `spec` with weights that keep activations near 1 and logits apart.
     pub fn of_spec(spec: DecoderSpec, seed: u64) -> Self {
         let tensors = expected_weights(&spec).into_iter().map(|weight| {
@@ -162,9 +170,15 @@ impl TinyModel {
         text: TextConfig,
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
     ) -> Engine {
+        let memory = match setup.place {
+            Place::Reference => DecoderMemory::new(&self.spec, ReferenceBuffers::new(setup.dtype)),
+            Place::Cpu { threads, .. } => {
+                DecoderMemory::new(&self.spec, CpuBuffers::new(setup.dtype, Some(threads)))
+            }
+        };
         let resolved = setup
             .engine
-            .resolve(&model_info(&self.spec), setup.dtype, 1 << 32)
+            .resolve(&memory, SystemMemory::unused(1 << 32))
             .expect("a valid configuration");
         let limits = DecoderLimits {
             max_tokens: resolved.scheduler.max_num_batched_tokens,
@@ -298,6 +312,15 @@ impl Setup {
     pub fn cpu(dtype: DType) -> Self {
         let place = Place::Cpu { isa: Isa::detect(), threads: 2 };
         Setup { place, dtype, engine: EngineConfig::default() }
+    }
+
+    /// The same on one thread, and one that computes in bf16, and the specification of both.
+    pub fn every() -> [Self; 3] {
+        let one = |dtype| Setup {
+            place: Place::Cpu { isa: Isa::detect(), threads: 1 },
+            ..Setup::cpu(dtype)
+        };
+        [one(DType::F32), one(DType::Bf16), Setup::reference(DType::F32)]
     }
 
     /// The reference backend with default sizes.

@@ -1,5 +1,6 @@
 //! Oracle, strategies, property, conformance and golden tests of Quire.
 //!
+//! * [`failing`]: a backend whose steps fail.
 //! * [`fixtures`]: a tiny random model built in memory, and where the recorded files are.
 //! * [`harness`]: one op at a time on any backend, with inputs that arrive bit for bit.
 //! * [`conformance`]: the cases of each op, and how far two backends may differ.
@@ -9,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod conformance;
+pub mod failing;
 pub mod fixtures;
 pub mod harness;
 pub mod oracle;

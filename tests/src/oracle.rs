@@ -16,6 +16,8 @@ pub struct Fingerprint {
     pub logprobs: Vec<Vec<(u32, u32)>>,
     /// Bits of the captured logits, by position.
     pub logits: Vec<Vec<u32>>,
+    /// Bits of the sum and the score of a sequence found by beam search.
+    pub beam: Option<(u64, u64)>,
 }
 
 impl From<&RequestOutput> for Fingerprint {
@@ -31,6 +33,7 @@ impl From<&RequestOutput> for Fingerprint {
             end: format!("{:?} {:?}", output.finish_reason, output.stop_reason),
             logprobs: logprobs.collect(),
             logits: output.logits.iter().map(bits).collect(),
+            beam: output.beam.map(|b| (b.cumulative_logprob.to_bits(), b.score.to_bits())),
         }
     }
 }
@@ -87,12 +90,36 @@ pub fn run_all(engine: &mut Engine, requests: &[Request]) -> Vec<RequestOutput> 
 /// What a request gives on a fresh engine with nothing beside it: its prompt in one piece, all
 /// blocks it could want, on the backend of `setup`.
 pub fn run_alone(model: &TinyModel, setup: &Setup, request: &Request) -> RequestOutput {
-    let config = EngineConfig {
-        max_num_seqs: 1,
-        max_num_batched_tokens: Some(model.spec.max_position_embeddings),
-        seed: setup.engine.seed,
-        ..Default::default()
-    };
+    let config = EngineConfig { max_num_seqs: 1, ..roomy(model, setup) };
     let mut engine = model.engine(&setup.with(config));
     run_all(&mut engine, std::slice::from_ref(request)).remove(0)
+}
+
+/// Room for anything, and prompts in one piece.
+fn roomy(model: &TinyModel, setup: &Setup) -> EngineConfig {
+    EngineConfig {
+        max_num_batched_tokens: Some(model.spec.max_position_embeddings),
+        prefix_caching: setup.engine.prefix_caching,
+        seed: setup.engine.seed,
+        ..Default::default()
+    }
+}
+
+/// What the samples of a request give as requests of their own, each run alone without a prefix
+/// cache. A drawn request must have a seed.
+pub fn samples_alone(model: &TinyModel, setup: &Setup, request: &Request) -> Vec<Fingerprint> {
+    let params = &request.params;
+    assert!(params.seed.is_some() || params.is_greedy(), "the seed is not the request's own");
+    let setup = setup.with(EngineConfig { prefix_caching: false, ..setup.engine.clone() });
+    if params.use_beam_search {
+        let engine = &mut model.engine(&setup.with(roomy(model, &setup)));
+        return run_groups(engine, std::slice::from_ref(request))[0].iter().map(Into::into).collect();
+    }
+    let sample = |i| {
+        let seed = params.seed.map(|seed| seed.wrapping_add(i));
+        let params = SamplingParams { n: 1, seed, ..params.clone() };
+        let output = run_alone(model, &setup, &Request { params, ..request.clone() });
+        Fingerprint::from(&output)
+    };
+    (0..params.n as u64).map(sample).collect()
 }

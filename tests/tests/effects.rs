@@ -3,7 +3,8 @@
 
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
-use quire_engine::sampling::{NumLogprobs, TokenLogprobs};
+use quire_engine::sampling::{EarlyStopping, NumLogprobs, TokenLogprobs};
+use quire_engine::scheduler::Policy;
 use quire_engine::text::Tokenizer;
 use quire_engine::{
     DType, EngineConfig, FinishReason, Request, RequestOutput, SamplingParams, StopReason,
@@ -11,7 +12,7 @@ use quire_engine::{
 use quire_tests::fixtures::{
     EOS, MODEL_VOCAB, Setup, TOKENIZER_VOCAB, TinyModel, byte_level, byte_tokenizer,
 };
-use quire_tests::oracle::{Fingerprint, greedy, run_all, run_alone};
+use quire_tests::oracle::{Fingerprint, drain, greedy, run_all, run_alone, run_groups};
 use std::collections::BTreeSet;
 
 fn setup() -> Setup {
@@ -330,4 +331,166 @@ fn penalised_once(output: &RequestOutput, penalty: f32) -> u32 {
     }
     let best = (0..row.len()).rev().max_by(|&a, &b| row[a].total_cmp(&row[b]));
     best.expect("a row") as u32
+}
+
+#[test]
+fn the_smaller_priority_comes_first_where_the_policy_says_so() {
+    let model = TinyModel::new(1);
+    let first_to_end = |policy: Policy, priorities: [i32; 4]| {
+        let config = EngineConfig { max_num_seqs: 1, policy, ..Default::default() };
+        let mut engine = model.engine(&setup().with(config));
+        let mut add = |priority| {
+            let request = Request::new("first", SamplingParams { priority, ..greedy(8) });
+            engine.add_request(request).expect("a valid request")
+        };
+        let ids = priorities.map(&mut add);
+        let mut order = Vec::new();
+        while engine.num_unfinished() > 0 {
+            let finished = engine.step().expect("the backend works").finished;
+            let place = |o: &RequestOutput| ids.iter().position(|&id| id == o.request_id);
+            order.extend(finished.iter().filter_map(place));
+        }
+        (order, engine.stats().scheduler.num_preemptions())
+    };
+    let priority = Policy::Priority { aging_steps: 1000 };
+    let (most, least) = (i32::MIN, i32::MAX);
+    assert_eq!(first_to_end(priority, [0, 7, least, most]).0, [3, 0, 1, 2]);
+    assert_eq!(first_to_end(priority, [1, 1, 0, 1]).0, [2, 0, 1, 3]);
+    assert_eq!(first_to_end(Policy::Fcfs, [0, 7, least, most]), (vec![0, 1, 2, 3], 0));
+
+    // One that is running makes way, and goes on as if nothing had been.
+    let config = EngineConfig { max_num_seqs: 1, policy: priority, ..Default::default() };
+    let mut engine = model.engine(&setup().with(config));
+    let low = Request::new("low", SamplingParams { priority: 1, ..greedy(8) });
+    engine.add_request(low.clone()).expect("a valid request");
+    (0..4).for_each(|_| assert!(engine.step().expect("the backend works").finished.is_empty()));
+    let high = engine.add_request(Request::new("high", greedy(4))).expect("a valid request");
+    (0..4).for_each(|_| assert!(engine.num_unfinished() == 2 && engine.step().is_ok()));
+    assert!(engine.abort(high).is_empty(), "it has ended first");
+    let output = drain(&mut engine).remove(0);
+    assert_eq!(output.metrics.num_preemptions, 1);
+    let alone = run_alone(&model, &setup(), &low);
+    assert_eq!(Fingerprint::from(&output), Fingerprint::from(&alone));
+}
+
+/// Why an engine refuses `params`.
+fn refusal(params: SamplingParams) -> String {
+    let mut engine = TinyModel::new(1).engine(&setup());
+    engine.add_request(Request::new("x", params)).expect_err("a bad parameter").to_string()
+}
+
+#[test]
+fn a_cache_salt_keeps_prefixes_apart() {
+    let model = TinyModel::new(1);
+    let mut engine = model.engine(&setup());
+    let mut cached = |salt: Option<&str>| {
+        let cache_salt = salt.map(str::to_owned);
+        let request = Request::new("x".repeat(40), SamplingParams { cache_salt, ..greedy(2) });
+        run_all(&mut engine, &[request]).remove(0).metrics.num_cached_tokens
+    };
+    let salts = [None, Some("a"), Some("b"), Some("a"), None];
+    assert_eq!(salts.map(&mut cached), [0, 0, 0, 32, 32]);
+    for salt in ["".to_owned(), "s".repeat(1025)] {
+        let bytes = salt.len();
+        let error = refusal(SamplingParams { cache_salt: Some(salt), ..greedy(1) });
+        assert_eq!(error, format!("cache_salt must be 1 to 1024 bytes, got {bytes} bytes"));
+    }
+}
+
+/// A search for the best `width` sequences, which may end at some letters.
+fn search(width: usize, max_tokens: usize) -> SamplingParams {
+    let stop_token_ids = (b'a'..=b'p').map(|c| id(char::from(c))).collect();
+    SamplingParams { n: width, use_beam_search: true, stop_token_ids, ..greedy(max_tokens) }
+}
+
+/// Outputs of some searches, and the steps they took.
+fn searches(params: &SamplingParams) -> (Vec<Vec<RequestOutput>>, u64) {
+    let model = TinyModel::new(1);
+    let mut steps = 0;
+    let run = |i: u32| {
+        let mut engine = model.engine(&setup());
+        let request = Request::new(vec![i, 2 * i, 77], params.clone());
+        let group = run_groups(&mut engine, &[request]).remove(0);
+        steps += engine.stats().num_steps;
+        group
+    };
+    ((1..13).map(run).collect(), steps)
+}
+
+/// The sum of the log-probabilities of the best of each.
+fn total(groups: &[Vec<RequestOutput>]) -> f64 {
+    groups.iter().map(|g| g[0].beam.expect("found by beam search").cumulative_logprob).sum()
+}
+
+#[test]
+fn beams_find_what_is_more_likely_and_wider_ones_more_so() {
+    let fixed = |width: usize| SamplingParams {
+        n: 1,
+        beam_width: Some(width),
+        stop_token_ids: Vec::new(),
+        ..search(1, 12)
+    };
+    let (narrow, _) = searches(&fixed(1));
+    let (wide, _) = searches(&fixed(8));
+    assert!(total(&wide) > total(&narrow) + 1.0, "{} and {}", total(&wide), total(&narrow));
+    // One beam is greedy.
+    let greedy = searches(&greedy(12)).0;
+    for (beam, greedy) in narrow.iter().zip(&greedy) {
+        assert_eq!((&beam[0].token_ids, &beam[0].text), (&greedy[0].token_ids, &greedy[0].text));
+        assert_eq!(greedy[0].beam, None);
+    }
+    // All that were found, best first, none twice.
+    let (all, _) = searches(&search(5, 10));
+    for group in &all {
+        let scores: Vec<f64> = group.iter().filter_map(|o| o.beam.map(|b| b.score)).collect();
+        assert!(scores.len() == 5 && scores.is_sorted_by(|a, b| a >= b), "{scores:?}");
+        let distinct: BTreeSet<&Vec<u32>> = group.iter().map(|o| &o.token_ids).collect();
+        assert_eq!(distinct.len(), 5);
+    }
+    for (params, text) in [
+        (SamplingParams { temperature: 0.5, ..search(2, 4) }, "temperature must be 0 with"),
+        (SamplingParams { n: 65, ..search(2, 4) }, "n must be at most 64 with use_beam_search"),
+        (SamplingParams { beam_width: Some(65), ..search(2, 4) }, "from n (2) to 64, got 65"),
+        (SamplingParams { beam_width: Some(1), ..search(2, 4) }, "from n (2) to 64, got 1"),
+        (SamplingParams { beam_width: Some(2), ..self::greedy(4) }, "beam_width must be unset"),
+        (SamplingParams { n: 2, ..self::greedy(4) }, "n must be 1 with temperature 0"),
+    ] {
+        let error = refusal(params);
+        assert!(error.contains(text), "{error}");
+    }
+}
+
+#[test]
+fn a_length_penalty_makes_sequences_longer_or_shorter() {
+    let length = |length_penalty| {
+        let (groups, _) = searches(&SamplingParams { length_penalty, ..search(4, 16) });
+        groups.iter().map(|group| group[0].token_ids.len()).sum::<usize>()
+    };
+    let lengths = [-2.0, 0.0, 1.0, 3.0].map(length);
+    assert!(lengths.is_sorted() && lengths[0] < lengths[2] && lengths[2] < lengths[3], "{lengths:?}");
+    for x in [f32::NAN, f32::INFINITY] {
+        let error = refusal(SamplingParams { length_penalty: x, ..search(2, 4) });
+        assert!(error.starts_with("length_penalty must be finite"), "{error}");
+    }
+    let error = refusal(SamplingParams { length_penalty: 2.0, ..greedy(4) });
+    assert!(error.starts_with("length_penalty must be 1 without use_beam_search"), "{error}");
+}
+
+#[test]
+fn a_search_stops_the_earlier_the_less_it_looks_for() {
+    let run = |early_stopping| {
+        searches(&SamplingParams { early_stopping, length_penalty: 1.0, ..search(4, 24) })
+    };
+    let (always, heuristic, never) =
+        (run(EarlyStopping::Always), run(EarlyStopping::Heuristic), run(EarlyStopping::Never));
+    let steps = [always.1, heuristic.1, never.1];
+    assert!(steps.is_sorted() && steps[0] < steps[1] && steps[1] < steps[2], "{steps:?}");
+    let best = |groups: &[Vec<RequestOutput>]| {
+        groups.iter().map(|g| g[0].beam.expect("found by beam search").score).sum::<f64>()
+    };
+    let scores = [best(&always.0), best(&heuristic.0), best(&never.0)];
+    assert!(scores.is_sorted() && scores[0] < scores[2], "{scores:?}");
+    let early_stopping = EarlyStopping::Always;
+    let error = refusal(SamplingParams { early_stopping, ..greedy(4) });
+    assert!(error.starts_with("early_stopping must be false without use_beam_search"), "{error}");
 }

@@ -2,83 +2,16 @@
 //! cannot be decoded, which ends its own request.
 
 use quire_engine::engine::{LlmError, TextConfig};
-use quire_engine::model::ModelInfo;
-use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, ForwardInput, KvLayout};
-use quire_engine::runner::{Executor, ExecutorOutput};
-use quire_engine::sampling::{NumLogprobs, RowError, SampleOutput, SamplingBatch};
+use quire_engine::sampling::NumLogprobs;
 use quire_engine::text::Tokenizer;
 use quire_engine::{
     DType, Engine, EngineConfig, FinishReason, Llm, Request, RequestOutput, SamplingParams,
 };
+use quire_tests::failing::{Failing, Fault};
 use quire_tests::fixtures::{Setup, TinyModel, byte_level};
 use quire_tests::oracle::{Fingerprint, drain, greedy, run_all};
 use quire_tests::strategies::{LONGEST_REQUEST, mixed_requests};
 use tokenizers::decoders::strip::Strip;
-
-/// How a step fails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
-    /// Before anything is computed.
-    Before,
-    /// After everything was: the cache is written and results are there, but wrong.
-    After,
-    /// Not the step but one row, as if its logits were NaN.
-    Row(usize),
-}
-
-/// An executor that fails at some of its calls.
-struct Failing {
-    inner: Box<dyn Executor>,
-    /// The call, counted from 0 → whether and how it fails.
-    fault: Box<dyn Fn(usize) -> Option<Fault> + Send>,
-    num_calls: usize,
-}
-
-impl Executor for Failing {
-    fn model(&self) -> &ModelInfo {
-        self.inner.model()
-    }
-
-    fn backend(&self) -> BackendInfo {
-        self.inner.backend()
-    }
-
-    fn kv_layout(&self) -> &KvLayout {
-        self.inner.kv_layout()
-    }
-
-    fn num_swap_blocks(&self) -> usize {
-        self.inner.num_swap_blocks()
-    }
-
-    fn transfer(&mut self, transfers: &BlockTransfers) -> Result<(), BackendError> {
-        self.inner.transfer(transfers)
-    }
-
-    fn execute(
-        &mut self,
-        input: &ForwardInput,
-        sampling: &SamplingBatch,
-        capture: &[bool],
-        out: &mut ExecutorOutput,
-    ) -> Result<(), BackendError> {
-        let fault = (self.fault)(self.num_calls);
-        self.num_calls += 1;
-        if fault != Some(Fault::Before) {
-            self.inner.execute(input, sampling, capture, out)?;
-        }
-        if let Some(Fault::Row(row)) = fault {
-            out.samples[row] = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
-            return Ok(());
-        }
-        if fault.is_none() {
-            return Ok(());
-        }
-        out.samples.iter_mut().for_each(|sample| sample.token = Ok(0));
-        out.captured.iter_mut().for_each(|(_, logits)| logits.fill(f32::NAN));
-        Err(BackendError::OutOfMemory { what: "a test".into(), bytes: 7 })
-    }
-}
 
 fn engine(model: &TinyModel, fault: impl Fn(usize) -> Option<Fault> + Send + 'static) -> Engine {
     let setup = Setup::cpu(DType::F32).with(EngineConfig {
@@ -88,10 +21,7 @@ fn engine(model: &TinyModel, fault: impl Fn(usize) -> Option<Fault> + Send + 'st
         num_blocks: Some(LONGEST_REQUEST.div_ceil(8)),
         ..Default::default()
     });
-    let wrap = |inner| -> Box<dyn Executor> {
-        Box::new(Failing { inner, fault: Box::new(fault), num_calls: 0 })
-    };
-    model.engine_with(&setup, model.text(), wrap)
+    model.engine_with(&setup, model.text(), |executor| Failing::wrap(executor, fault))
 }
 
 fn fingerprints(outputs: &[RequestOutput]) -> Vec<Fingerprint> {

@@ -3,6 +3,7 @@
 //! Activations and weights are allocated at load; a step allocates only the short lists of its
 //! sampled rows.
 
+use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
     QkvArgs, RowReader, TensorKind,
@@ -17,10 +18,83 @@ use quire_kernels_cpu::{
 use std::ops::Range;
 use std::sync::Mutex;
 
+/// The KV cache of a [`CpuBackend`].
+pub use quire_kernels_cpu::KvCache as CpuKvCache;
+
+/// What the buffers of a [`CpuBackend`] take.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuBuffers {
+    dtype: DType,
+    threads: usize,
+}
+
+impl CpuBuffers {
+    /// Those of a backend with these settings.
+    pub fn new(dtype: DType, threads: Option<usize>) -> Self {
+        CpuBuffers { dtype, threads: threads.unwrap_or_else(kernels::usable_cores) }
+    }
+
+    fn kernel_dtype(&self) -> Dtype {
+        match self.dtype {
+            DType::F32 => Dtype::F32,
+            DType::Bf16 => Dtype::Bf16,
+        }
+    }
+
+    /// Rows of the packed matrix.
+    fn packed_rows(layout: MatrixLayout, n: usize) -> usize {
+        match layout {
+            MatrixLayout::Plain => n,
+            MatrixLayout::GateUp => gate_up_rows(n / 2),
+        }
+    }
+
+    /// Words of one row of an activation.
+    fn row_words(&self, cols: usize, kind: TensorKind) -> usize {
+        match kind {
+            TensorKind::F32 => cols,
+            TensorKind::Compute => self.kernel_dtype().words(cols),
+        }
+    }
+
+    fn kv_shape(&self, layout: &KvLayout) -> KvShape {
+        KvShape {
+            layers: layout.num_layers,
+            num_blocks: layout.num_blocks,
+            block_size: layout.block_size,
+            kv_heads: layout.num_kv_heads,
+            head_dim: layout.head_dim,
+            dtype: self.kernel_dtype(),
+        }
+    }
+}
+
+impl BufferSizes for CpuBuffers {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn matrix_bytes(&self, layout: MatrixLayout, n: usize, k: usize) -> Option<usize> {
+        PackedMatrix::bytes_of(self.kernel_dtype(), Self::packed_rows(layout, n), k)
+    }
+
+    fn tensor_bytes(&self, max_rows: usize, cols: usize, kind: TensorKind) -> Option<usize> {
+        max_rows.checked_mul(self.row_words(cols, kind))?.checked_mul(4)
+    }
+
+    fn kv_bytes(&self, layout: &KvLayout) -> Option<usize> {
+        self.kv_shape(layout).bytes().ok()
+    }
+
+    fn sampling_bytes(&self, vocab_size: usize) -> Option<usize> {
+        Sampler::max_bytes(vocab_size)?.checked_mul(self.threads)
+    }
+}
+
 /// SIMD kernels on a pool of worker threads.
 pub struct CpuBackend {
     ctx: Ctx,
-    dtype: DType,
+    buffers: CpuBuffers,
     step: ForwardInput,
     /// One sampler a worker.
     samplers: Vec<Mutex<Sampler>>,
@@ -43,14 +117,9 @@ impl CpuBackend {
         let ctx = Ctx::new(isa.unwrap_or_else(Isa::detect), threads)
             .map_err(|e| unsupported(e.to_string()))?;
         let samplers = (0..threads).map(|_| Mutex::new(Sampler::new(ctx.isa))).collect();
-        Ok(CpuBackend { ctx, dtype, step: ForwardInput::default(), samplers, samples: Vec::new() })
-    }
-
-    fn kernel_dtype(&self) -> Dtype {
-        match self.dtype {
-            DType::F32 => Dtype::F32,
-            DType::Bf16 => Dtype::Bf16,
-        }
+        let buffers = CpuBuffers { dtype, threads };
+        let (step, samples) = (ForwardInput::default(), Vec::new());
+        Ok(CpuBackend { ctx, buffers, step, samplers, samples })
     }
 
     /// `num_blocks` blocks of `layout`.
@@ -60,14 +129,7 @@ impl CpuBackend {
         num_blocks: usize,
         what: &str,
     ) -> Result<KvCache, BackendError> {
-        let shape = KvShape {
-            layers: layout.num_layers,
-            num_blocks,
-            block_size: layout.block_size,
-            kv_heads: layout.num_kv_heads,
-            head_dim: layout.head_dim,
-            dtype: self.kernel_dtype(),
-        };
+        let shape = KvShape { num_blocks, ..self.buffers.kv_shape(layout) };
         KvCache::new(shape).map_err(|e| match e {
             kernels::KvError::Alloc(e) => out_of_memory(what, e.bytes),
             e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
@@ -87,6 +149,11 @@ pub struct CpuTensor {
 }
 
 impl CpuTensor {
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        4 * self.words.len()
+    }
+
     fn resize(&mut self, rows: usize) {
         assert!(rows <= self.max_rows, "{rows} rows exceed the tensor's {}", self.max_rows);
         self.rows = rows;
@@ -121,6 +188,13 @@ pub struct CpuMatrix {
     n: usize,
 }
 
+impl CpuMatrix {
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        self.packed.bytes()
+    }
+}
+
 fn out_of_memory(what: &str, bytes: usize) -> BackendError {
     BackendError::OutOfMemory { what: what.to_owned(), bytes }
 }
@@ -137,7 +211,7 @@ impl Backend for CpuBackend {
             name: "cpu",
             isa: self.ctx.isa.name().to_owned(),
             threads: self.ctx.pool.threads(),
-            dtype: self.dtype,
+            dtype: self.buffers.dtype,
             batch_invariant: true,
         }
     }
@@ -150,11 +224,8 @@ impl Backend for CpuBackend {
         read_row: &RowReader<'_>,
     ) -> Result<CpuMatrix, BackendError> {
         let ff = n / 2;
-        let packed_n = match layout {
-            MatrixLayout::Plain => n,
-            MatrixLayout::GateUp => gate_up_rows(ff),
-        };
-        let mut packed = PackedMatrix::zeroed(self.kernel_dtype(), packed_n, k)
+        let packed_n = CpuBuffers::packed_rows(layout, n);
+        let mut packed = PackedMatrix::zeroed(self.buffers.kernel_dtype(), packed_n, k)
             .map_err(|e| out_of_memory("a weight", e.bytes))?;
         // Packed row → row of the model, where it is not padding.
         let source = |row: usize| match layout {
@@ -188,12 +259,11 @@ impl Backend for CpuBackend {
         cols: usize,
         kind: TensorKind,
     ) -> Result<CpuTensor, BackendError> {
-        let stride = match kind {
-            TensorKind::F32 => cols,
-            TensorKind::Compute => self.kernel_dtype().words(cols),
-        };
-        let words =
-            Words::zeroed(max_rows * stride).map_err(|e| out_of_memory("activations", e.bytes))?;
+        let stride = self.buffers.row_words(cols, kind);
+        let too_large = |bytes| out_of_memory("activations", bytes);
+        let bytes = self.buffers.tensor_bytes(max_rows, cols, kind);
+        let bytes = bytes.ok_or_else(|| too_large(usize::MAX))?;
+        let words = Words::zeroed(bytes / 4).map_err(|e| too_large(e.bytes))?;
         Ok(CpuTensor { words, rows: 0, max_rows, cols, stride, kind })
     }
 
@@ -289,7 +359,7 @@ impl Backend for CpuBackend {
     fn rms_norm(&mut self, x: &CpuTensor, weight: &Vec<f32>, eps: f32, out: &mut CpuTensor) {
         assert_eq!(x.cols, out.cols);
         out.resize(x.rows);
-        let dtype = self.kernel_dtype();
+        let dtype = self.buffers.kernel_dtype();
         kernels::rms_norm(&self.ctx, x.floats(), x.rows, weight, eps, out.words_mut(), dtype);
     }
 
@@ -391,7 +461,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), BackendError> {
         assert!(row < x.rows);
         let words = &x.words.as_slice()[row * x.stride..][..x.stride];
-        match (x.kind, self.dtype) {
+        match (x.kind, self.buffers.dtype) {
             (TensorKind::F32, _) | (_, DType::F32) => out.extend_from_slice(cast_slice(words)),
             (TensorKind::Compute, DType::Bf16) => {
                 let values: &[half::bf16] = cast_slice(words);

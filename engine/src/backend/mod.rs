@@ -3,6 +3,6 @@
 pub mod cpu;
 pub mod reference;
 
-pub use cpu::CpuBackend;
+pub use cpu::{CpuBackend, CpuBuffers};
 pub use quire_kernels_cpu::Isa;
-pub use reference::ReferenceBackend;
+pub use reference::{ReferenceBackend, ReferenceBuffers};

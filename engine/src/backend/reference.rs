@@ -5,6 +5,7 @@
 //! the backend's dtype. KV is stored as `[layer][block][2][kv_head][block_size][head_dim]`.
 #![forbid(unsafe_code)]
 
+use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
     QkvArgs, RowReader, TensorKind,
@@ -13,10 +14,55 @@ use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_ro
 use quire_kernels_cpu::Isa;
 use std::ops::Range;
 
+/// What the buffers of a [`ReferenceBackend`] take: every value is an f32, whatever it is rounded to.
+#[derive(Clone, Copy, Debug)]
+pub struct ReferenceBuffers {
+    dtype: DType,
+}
+
+impl ReferenceBuffers {
+    /// Those of a backend of this type.
+    pub fn new(dtype: DType) -> Self {
+        ReferenceBuffers { dtype }
+    }
+}
+
+impl BufferSizes for ReferenceBuffers {
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn matrix_bytes(&self, _: MatrixLayout, n: usize, k: usize) -> Option<usize> {
+        n.checked_mul(k)?.checked_mul(size_of::<f32>())
+    }
+
+    fn tensor_bytes(&self, max_rows: usize, cols: usize, _: TensorKind) -> Option<usize> {
+        max_rows.checked_mul(cols)?.checked_mul(size_of::<f32>())
+    }
+
+    fn kv_bytes(&self, layout: &KvLayout) -> Option<usize> {
+        KvLayout { dtype: DType::F32, ..layout.clone() }
+            .block_bytes()?
+            .checked_mul(layout.num_blocks)
+    }
+
+    fn sampling_bytes(&self, vocab_size: usize) -> Option<usize> {
+        Sampler::max_bytes(vocab_size)
+    }
+}
+
+/// `bytes` of zeros.
+fn zeros(bytes: Option<usize>, what: &str) -> Result<Vec<f32>, BackendError> {
+    let limit = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());
+    let too_large = || BackendError::OutOfMemory { what: what.to_owned(), bytes: usize::MAX };
+    Ok(vec![0.0; limit.ok_or_else(too_large)? / size_of::<f32>()])
+}
+
 /// Scalar specification of the ops.
 #[derive(Debug)]
 pub struct ReferenceBackend {
     dtype: DType,
+    buffers: ReferenceBuffers,
     step: ForwardInput,
     samples: Vec<SampleOutput>,
 }
@@ -24,7 +70,8 @@ pub struct ReferenceBackend {
 impl ReferenceBackend {
     /// A backend whose weights, GEMM inputs and KV are of `dtype`.
     pub fn new(dtype: DType) -> Self {
-        ReferenceBackend { dtype, step: ForwardInput::default(), samples: Vec::new() }
+        let (step, samples) = (ForwardInput::default(), Vec::new());
+        ReferenceBackend { dtype, buffers: ReferenceBuffers::new(dtype), step, samples }
     }
 }
 
@@ -38,6 +85,11 @@ pub struct RefTensor {
 }
 
 impl RefTensor {
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.data.as_slice())
+    }
+
     fn row(&self, i: usize) -> &[f32] {
         assert!(i < self.rows);
         &self.data[i * self.cols..][..self.cols]
@@ -64,6 +116,11 @@ pub struct RefMatrix {
 }
 
 impl RefMatrix {
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.data.as_slice())
+    }
+
     fn row(&self, i: usize) -> &[f32] {
         &self.data[i * self.k..][..self.k]
     }
@@ -77,10 +134,13 @@ pub struct RefKvCache {
 }
 
 impl RefKvCache {
-    fn new(layout: KvLayout) -> Self {
-        let blocks = layout.num_layers * layout.num_blocks;
-        let block = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim;
-        RefKvCache { data: vec![0.0; blocks * block], layout }
+    fn new(layout: KvLayout, buffers: &ReferenceBuffers) -> Result<Self, BackendError> {
+        Ok(RefKvCache { data: zeros(buffers.kv_bytes(&layout), "KV blocks")?, layout })
+    }
+
+    /// Bytes allocated.
+    pub fn bytes(&self) -> usize {
+        size_of_val(self.data.as_slice())
     }
 
     /// All elements of a block in one layer.
@@ -179,7 +239,7 @@ impl Backend for ReferenceBackend {
         k: usize,
         read_row: &RowReader<'_>,
     ) -> Result<RefMatrix, BackendError> {
-        let mut data = vec![0.0; n * k];
+        let mut data = zeros(self.buffers.matrix_bytes(layout, n, k), "a weight")?;
         for (i, row) in data.chunks_exact_mut(k).enumerate() {
             read_row(i, row).map_err(BackendError::Source)?;
             row.iter_mut().for_each(|x| *x = self.dtype.round(*x));
@@ -197,11 +257,12 @@ impl Backend for ReferenceBackend {
         cols: usize,
         kind: TensorKind,
     ) -> Result<RefTensor, BackendError> {
-        Ok(RefTensor { data: vec![0.0; max_rows * cols], rows: 0, cols, kind })
+        let data = zeros(self.buffers.tensor_bytes(max_rows, cols, kind), "activations")?;
+        Ok(RefTensor { data, rows: 0, cols, kind })
     }
 
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<RefKvCache, BackendError> {
-        Ok(RefKvCache::new(layout.clone()))
+        RefKvCache::new(layout.clone(), &self.buffers)
     }
 
     fn host_cache(
@@ -209,7 +270,7 @@ impl Backend for ReferenceBackend {
         layout: &KvLayout,
         num_blocks: usize,
     ) -> Result<RefKvCache, BackendError> {
-        Ok(RefKvCache::new(KvLayout { num_blocks, ..layout.clone() }))
+        RefKvCache::new(KvLayout { num_blocks, ..layout.clone() }, &self.buffers)
     }
 
     fn copy_blocks(

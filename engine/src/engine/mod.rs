@@ -21,6 +21,7 @@ pub use output::{
 pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
 
 use crate::config::{ConfigError, ResolvedConfig};
+use crate::memory::MemoryPlan;
 use crate::metrics::{EngineStats, LoadSnapshot};
 use crate::model::ModelInfo;
 use crate::ops::{BackendError, BackendInfo};
@@ -84,6 +85,7 @@ pub struct Engine {
     /// Ids that may be sampled.
     vocab_size: usize,
     block_bytes: usize,
+    memory: MemoryPlan,
     /// The step at work; its arrays are reused.
     flight: Flight,
     /// A step that is computed and not yet applied, where steps are planned ahead.
@@ -131,6 +133,7 @@ impl Engine {
             next_id: 0,
             stats: EngineStats::default(),
             block_bytes,
+            memory: config.memory,
         }
     }
 
@@ -152,6 +155,11 @@ impl Engine {
     /// The scheduler's limits.
     pub fn limits(&self) -> &SchedulerConfig {
         self.scheduler.config()
+    }
+
+    /// Where the memory goes.
+    pub fn memory(&self) -> &MemoryPlan {
+        &self.memory
     }
 
     /// Counters since the start.

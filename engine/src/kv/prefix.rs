@@ -135,6 +135,9 @@ impl PrefixIndex {
         if let std::collections::hash_map::Entry::Vacant(entry) = self.by_hash.entry(hash) {
             entry.insert(id);
             self.names[id.index()] = Some(hash);
+            // A step that was begun and came to nothing may have named blocks for its number.
+            // Taken for written too late is safe.
+            let step = self.unwritten.back().map_or(step, |last| last.0.max(step));
             self.unwritten.push_back((step, id, hash));
         }
     }

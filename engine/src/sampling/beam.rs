@@ -190,8 +190,8 @@ impl BeamSearch {
         for (rank, &Candidate { parent, token, sum }) in ranked.iter().enumerate() {
             let stop = self.params.stop_token_ids.binary_search(&token).is_ok().then_some(token);
             let ends = at_limit || stop.is_some();
-            // What ends behind the first `width` is dropped.
-            if if ends { rank >= width } else { self.live.len() == width } {
+            let dropped = if ends { rank >= width } else { self.live.len() == width };
+            if dropped {
                 continue;
             }
             let node = self.nodes.len();

@@ -231,10 +231,11 @@ fn many_stop_tokens_leave_width_beams() {
     assert_eq!(search.candidates_per_beam(), 6);
     let all: Vec<(u32, f32)> =
         [5, 4, 6, 1, 2, 3].iter().enumerate().map(|(i, &t)| (t, -(i as f32) - 1.0)).collect();
-    // Two end, which is enough, but a longer sequence may be better.
-    let early_stopping = EarlyStopping::Never;
+    // Two end, and those that go on are not better at their present length …
     assert_eq!(search.advance(&[list(&all)]), Ok(BeamStep::Done));
     assert_eq!(search.into_hypotheses(2).len(), 2);
+    // … but may be at a greater one.
+    let early_stopping = EarlyStopping::Never;
     let mut search = BeamSearch::new(BeamParams { early_stopping, ..params(2, 5, &[6, 1, 4, 5]) });
     assert_eq!(search.advance(&[list(&all)]), Ok(extensions(&[(0, 2), (0, 3)])));
 }

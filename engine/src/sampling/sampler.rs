@@ -1,7 +1,7 @@
 //! The sampler: one row of logits to one token.
 
 use super::params::GREEDY_BELOW;
-use super::select::{cut, order_key};
+use super::select::{BINS, cut, order_key};
 use super::{RowError, RowTarget, SampleOutput, SamplingBatch, SamplingRow};
 use super::{TokenLogprob, TokenLogprobs, processors};
 use quire_kernels_cpu::{Isa, gumbel, gumbel_argmax, vecmath};
@@ -35,6 +35,13 @@ impl Sampler {
             keys: Vec::new(),
             histogram: Vec::new(),
         }
+    }
+
+    /// Most bytes that the buffers take for a vocabulary of `vocab_size`; `None`: more than can be
+    /// addressed. Those filled by what passes a filter may be twice as long as needed.
+    pub fn max_bytes(vocab_size: usize) -> Option<usize> {
+        let words = vocab_size.checked_mul(1 + 1 + 2 + 2)?;
+        words.checked_mul(4)?.checked_add(BINS * 8)
     }
 
     /// Keeps a copy of the raw logits and returns their normaliser, as (max, ln Σ exp(x − max)),

@@ -1,7 +1,7 @@
 //! Cuts by rank or by mass without sorting: three histogram passes over order-preserving keys.
 
 /// Bins of one pass.
-const BINS: usize = 2048;
+pub(super) const BINS: usize = 2048;
 /// (shift, bits) of the digits of a 32-bit key, most significant first.
 const DIGITS: [(u32, u32); 3] = [(21, 11), (10, 11), (0, 10)];
 

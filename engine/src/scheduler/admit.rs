@@ -47,7 +47,8 @@ impl Scheduler {
     pub(super) fn admit(&mut self, plan: &mut StepPlan, budget: &mut usize) {
         while *budget > 0 {
             let Some(&front) = self.waiting.front() else { return };
-            if self.seats_to_admit(front) > self.num_free_seats() {
+            let preempted_now = plan.preempted.iter().any(|&(id, _)| id == front);
+            if preempted_now || self.seats_to_admit(front) > self.num_free_seats() {
                 return;
             }
             if self.stands_aside(front) {
@@ -71,7 +72,9 @@ impl Scheduler {
                 let popped = self.waiting.pop_front();
                 assert_eq!(popped, Some(id), "beams wait one behind the other");
                 self.seat(id);
-                if let Some(group) = self.seqs.get(id).group.filter(|_| self.holds_prompt(id)) {
+                let seq = self.seqs.get(id);
+                if let Some(group) = seq.group.filter(|_| seq.num_computed_tokens >= seq.prompt_len)
+                {
                     self.woken.push(group);
                 }
                 let n = self.to_compute(id).min(*budget);
@@ -85,7 +88,7 @@ impl Scheduler {
 
     /// Whether a mate that is running computes the prompt of `id` just now. With a prefix cache
     /// its blocks are shared as they are written; without one it is worth waiting for.
-    fn stands_aside(&self, id: SeqId) -> bool {
+    pub(super) fn stands_aside(&self, id: SeqId) -> bool {
         let seq = self.seqs.get(id);
         let Some(group) = seq.group.filter(|_| self.beams(id).is_none()) else { return false };
         if !matches!(seq.state, State::Waiting) || self.config.prefix_cache.is_some() {
@@ -93,45 +96,57 @@ impl Scheduler {
         }
         let mut mates = self.groups[&group].members.iter().filter(|&&m| m != id);
         let running = |&&m: &&SeqId| self.seqs.get(m).state == State::Running;
-        mates.clone().any(|m| running(&m)) && !mates.any(|&m| self.holds_prompt(m))
+        let computing = |&m: &SeqId| running(&&m) && !self.has_computed_prompt(m);
+        mates.clone().any(computing) && !mates.any(|&m| self.holds_prompt(m))
     }
 
-    /// Whether `id` is running and its prompt was computed by earlier steps.
-    pub(super) fn holds_prompt(&self, id: SeqId) -> bool {
-        let seq = self.seqs.get(id);
+    /// Whether `id` is running and its prompt was computed by earlier steps. One that came back
+    /// in the step being planned may have found blocks that this very step fills.
+    pub(super) fn has_computed_prompt(&self, id: SeqId) -> bool {
+        let (seq, step) = (self.seqs.get(id), self.step + 1);
         seq.state == State::Running
-            && seq.table.num_freed() == 0
-            && seq.computed_before(self.step + 1) >= seq.prompt_len
+            && seq.seated_in < step
+            && seq.computed_before(step) >= seq.prompt_len
     }
 
-    /// Free blocks it takes to admit `front`, with all beams of its group.
-    pub(super) fn blocks_to_admit(&mut self, front: SeqId) -> usize {
+    /// Whether the prompt can be taken over from `id`: all of it that its last token sees is
+    /// there.
+    fn holds_prompt(&self, id: SeqId) -> bool {
+        let seq = self.seqs.get(id);
+        let window = self.config.window.unwrap_or(usize::MAX);
+        let first_seen = seq.prompt_len.saturating_sub(window);
+        self.has_computed_prompt(id) && seq.table.num_freed() * self.config.block_size <= first_seen
+    }
+
+    /// Free blocks it takes to admit `front`, with all beams of its group, and the blocks in use
+    /// that it will share, which others cannot give it.
+    pub(super) fn blocks_to_admit(&mut self, front: SeqId) -> (usize, Vec<BlockId>) {
         let unit = match self.beams(front) {
             Some(group) => self.groups[&group].members.clone(),
             None => vec![front],
         };
-        let needed = if matches!(self.seqs.get(front).state, State::Swapped(_)) {
-            self.blocks_to_swap_in(&unit)
-        } else {
-            let found = self.find_unit(&unit);
-            unit.iter().zip(&found).map(|(&id, found)| self.blocks_needed(id, found)).sum()
-        };
-        needed + self.spare_blocks(front)
+        if matches!(self.seqs.get(front).state, State::Swapped(_)) {
+            return (self.blocks_to_swap_in(&unit), Vec::new());
+        }
+        let mut found = self.find_unit(&unit);
+        let needed = unit.iter().zip(&found).map(|(&id, found)| self.blocks_needed(id, found));
+        (needed.sum(), std::mem::take(&mut found[0].shared))
     }
 
-    /// Free blocks that are to be left when `front` is admitted: one that was preempted shall not
-    /// be preempted again at once, for want of a block that the others are about to need.
-    fn spare_blocks(&self, front: SeqId) -> usize {
+    /// Free blocks that are to be left when `front` joins `num_running` others: one that was
+    /// preempted shall not be preempted again at once, for want of a block that the others are
+    /// about to need.
+    pub(super) fn spare_blocks(&self, front: SeqId, num_running: usize) -> usize {
         match self.seqs.get(front).num_preemptions {
             0 => 0,
-            _ => self.running.len().div_ceil(4),
+            _ => num_running.div_ceil(4),
         }
     }
 
     /// Gives a unit blocks for all of its tokens. False, and nothing happened: too few are free.
     fn take_in(&mut self, unit: &[SeqId], plan: &mut StepPlan) -> bool {
         let first = self.seqs.get(unit[0]);
-        let spare = self.spare_blocks(unit[0]);
+        let spare = self.spare_blocks(unit[0], self.running.len());
         if matches!(first.state, State::Swapped(_)) {
             return self.swap_in(unit, spare, plan);
         }
@@ -160,24 +175,22 @@ impl Scheduler {
 
     /// What there is for each member of a unit.
     fn find_unit(&mut self, unit: &[SeqId]) -> Vec<Found> {
-        let mut all = vec![self.find(unit[0])];
+        if let &[id] = unit {
+            return vec![self.find(id)];
+        }
+        // Beams take over from the first what they have in common with it; those that have less
+        // see more of it, so it is taken from the start. Its table is not there yet, so the
+        // blocks are named when it is.
+        let mut all = vec![self.find_cached(unit[0], None)];
         for &id in &unit[1..] {
-            // Beams take over from the first what they have in common with it. Its table is not
-            // there yet, so the blocks are named when it is.
             let (first, seq) = (self.seqs.get(unit[0]), self.seqs.get(id));
             let common = first.tokens.iter().zip(&seq.tokens).take_while(|(a, b)| a == b).count();
             let blocks = common.min(seq.tokens.len() - 1) / self.config.block_size;
-            let num_freed = all[0].num_freed;
-            if blocks <= num_freed {
-                all.push(Found::default());
-                continue;
-            }
             let kv_len = blocks * self.config.block_size;
             all.push(Found {
-                shared: vec![BlockId(u32::MAX); blocks - num_freed],
-                num_freed,
+                shared: vec![BlockId(u32::MAX); blocks],
                 kv_len,
-                waits_for: Some((unit[0], kv_len)),
+                waits_for: (blocks > 0).then_some((unit[0], kv_len)),
                 ..Found::default()
             });
         }
@@ -186,7 +199,7 @@ impl Scheduler {
 
     /// What there is for one sequence: in the prefix cache, or with a mate, whichever is more.
     fn find(&mut self, id: SeqId) -> Found {
-        let cached = self.find_cached(id);
+        let cached = self.find_cached(id, self.config.window);
         let seq = self.seqs.get(id);
         let Some(group) = seq.group.filter(|_| self.beams(id).is_none()) else { return cached };
         let block_size = self.config.block_size;
@@ -194,13 +207,15 @@ impl Scheduler {
         let mate = mates.iter().find(|&&mate| mate != id && self.holds_prompt(mate));
         match mate {
             Some(&mate) if seq.prompt_len > cached.kv_len && !seq.skip_cache => {
-                let blocks = self.seqs.get(mate).table.blocks();
-                let full = seq.prompt_len / block_size;
+                let table = &self.seqs.get(mate).table;
+                let (blocks, num_freed) = (table.blocks(), table.num_freed());
+                let full = seq.prompt_len / block_size - num_freed;
                 Found {
                     shared: blocks[..full].to_vec(),
+                    num_freed,
                     kv_len: seq.prompt_len,
                     num_cached: cached.num_cached,
-                    copy: (seq.prompt_len % block_size > 0).then(|| blocks[full]),
+                    copy: (!seq.prompt_len.is_multiple_of(block_size)).then(|| blocks[full]),
                     ..Found::default()
                 }
             }
@@ -210,7 +225,7 @@ impl Scheduler {
 
     /// The longest prefix of full blocks in the cache. With a window, of a longer one the last
     /// `window − 1` tokens are enough.
-    fn find_cached(&mut self, id: SeqId) -> Found {
+    fn find_cached(&mut self, id: SeqId, window: Option<usize>) -> Found {
         let block_size = self.config.block_size;
         let Some(hasher) = &self.config.prefix_cache else { return Found::default() };
         let seq = self.seqs.get_mut(id);
@@ -220,7 +235,7 @@ impl Scheduler {
         let full = seq.tokens.len() / block_size;
         name_blocks(hasher, seq, full, block_size);
         let hits = seq.hashes[..full].iter().map(|hash| self.pool.find(hash));
-        let Some(window) = self.config.window else {
+        let Some(window) = window else {
             let shared: Vec<BlockId> = hits.map_while(|hit| hit).collect();
             return Found::cached(0, shared, block_size);
         };
@@ -271,7 +286,7 @@ impl Scheduler {
             self.stats.prefix_queries += seq.tokens.len() as u64;
             self.stats.prefix_hits += found.num_cached as u64;
         }
-        if seq.num_preemptions == 0 {
+        if seq.seated_in == 0 {
             seq.num_cached_tokens = found.num_cached.min(num_tokens - 1);
         }
         self.stats.num_forks += u64::from(found.kv_len > found.num_cached);
@@ -284,15 +299,22 @@ impl Scheduler {
         for &id in unit {
             let seq = self.seqs.get(id);
             let swapped = swapped_blocks(seq);
-            let hosts = swapped.iter().filter_map(|b| match b {
-                SwappedBlock::Host(host) => Some(*host),
-                SwappedBlock::Device(_) => None,
-            });
-            needed += hosts.filter(|&host| distinct.insert(host)).count();
+            let full = self.full_blocks(seq);
+            for (i, entry) in swapped.iter().enumerate() {
+                if let SwappedBlock::Host(host) = *entry {
+                    needed += usize::from(i >= full || distinct.insert(host));
+                }
+            }
             let total = seq.num_tokens().div_ceil(self.config.block_size);
             needed += total - seq.table.num_freed() - swapped.len();
         }
         needed
+    }
+
+    /// Blocks of `seq`, after the freed ones, that are full: they can be shared. The one after
+    /// them is written next, by each beam its own.
+    fn full_blocks(&self, seq: &Sequence) -> usize {
+        seq.kv_len / self.config.block_size - seq.table.num_freed()
     }
 
     /// Copies a swapped unit's blocks back. False, and nothing happened: too few are free.
@@ -302,11 +324,12 @@ impl Scheduler {
         }
         let mut block_of: HashMap<BlockId, BlockId> = HashMap::new();
         for &id in unit {
+            let full = self.full_blocks(self.seqs.get(id));
             let seq = self.seqs.get_mut(id);
             let State::Swapped(swapped) = std::mem::replace(&mut seq.state, State::Waiting) else {
                 unreachable!("a unit is swapped as a whole");
             };
-            for entry in &swapped {
+            for (i, entry) in swapped.iter().enumerate() {
                 let host = match *entry {
                     SwappedBlock::Device(block) => {
                         seq.table.blocks_mut().push(block);
@@ -314,7 +337,7 @@ impl Scheduler {
                     }
                     SwappedBlock::Host(host) => host,
                 };
-                if let Some(&block) = block_of.get(&host) {
+                if let Some(&block) = block_of.get(&host).filter(|_| i < full) {
                     self.pool.retain(block);
                     seq.table.blocks_mut().push(block);
                     // The step under way keeps one hold, until it has copied.

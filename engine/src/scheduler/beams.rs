@@ -1,13 +1,16 @@
 //! Beams: sequences of one request that are admitted, preempted and advanced together.
 
 use super::sequence::{NewSequence, SeqId};
-use super::{AdmissionError, Group, GroupId, GroupKind, Scheduler};
+use super::{AdmissionError, Group, GroupId, GroupKind, Policy, Scheduler};
 
 impl Scheduler {
     /// Adds a request that keeps `width` beams. It starts as one sequence, which counts for
     /// `width` seats; refused where all beams at their longest may not fit the pool.
     pub fn add_beams(&mut self, new: NewSequence, width: usize) -> Result<SeqId, AdmissionError> {
         self.check_length(&new)?;
+        if self.config.policy == Policy::Static {
+            return Err(AdmissionError::StaticBeams);
+        }
         let limit = self.config.max_num_seqs.min(self.config.max_num_batched_tokens);
         if width > limit {
             return Err(AdmissionError::BeamsTooWide { width, limit });
@@ -39,10 +42,11 @@ impl Scheduler {
         &self.groups[&group].members
     }
 
-    /// Whether every beam of `id`'s request has been sampled and waits for
-    /// [`Scheduler::advance_beams`].
+    /// Whether every beam of `id`'s request has been sampled by steps that are updated, and waits
+    /// for [`Scheduler::advance_beams`].
     pub fn beams_are_parked(&self, id: SeqId) -> bool {
-        self.beams_of(id).iter().all(|&id| self.seqs.get(id).num_pending > 0)
+        let under_way = |id| self.in_flight.iter().any(|step| step.seqs.contains(id));
+        self.beams_of(id).iter().all(|id| self.seqs.get(*id).num_pending > 0 && !under_way(id))
     }
 
     /// Replaces the parked beams of `id`'s request by the continuations `next` (place of the

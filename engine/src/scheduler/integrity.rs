@@ -134,8 +134,8 @@ impl Scheduler {
             assert!(seq.table.len() <= needed, "{id:?}: more blocks than tokens need");
         }
         assert!(seq.num_published <= seq.table.len(), "{id:?}: published blocks");
-        let first = (seq.computed_before(self.step) + 1)
-            .saturating_sub(self.config.window.unwrap_or(usize::MAX));
+        let window = self.config.window.unwrap_or(usize::MAX);
+        let first = (seq.num_computed_tokens + 1).saturating_sub(window);
         assert!(seq.table.num_freed() * block_size <= first, "{id:?}: freed what is still seen");
     }
 }

@@ -92,6 +92,9 @@ pub enum AdmissionError {
         /// `max_model_len`.
         limit: usize,
     },
+    /// Beams fork and end as they are compared; a static batch is fixed.
+    #[error("use_beam_search is not possible with static batching; take another policy")]
+    StaticBeams,
     /// All beams together do not fit a step.
     #[error("beam_width is {width}; a step has {limit} sequences")]
     BeamsTooWide {
@@ -136,6 +139,10 @@ pub struct Scheduler {
     reserved_seats: usize,
     /// Groups whose prompt is computed while samples of it still stand aside.
     woken: Vec<GroupId>,
+    /// Beams that got copies in the step being planned, whether it computes them or not.
+    copied: Vec<SeqId>,
+    /// Host blocks that the step being planned fills for nothing.
+    given_up: Vec<BlockId>,
     in_flight: VecDeque<InFlight>,
     batch: StaticBatch,
     /// Steps planned.
@@ -164,6 +171,8 @@ impl Scheduler {
             running: Vec::new(),
             reserved_seats: 0,
             woken: Vec::new(),
+            copied: Vec::new(),
+            given_up: Vec::new(),
             in_flight: VecDeque::new(),
             batch: StaticBatch::default(),
             step: 0,
@@ -305,7 +314,9 @@ impl Scheduler {
         let order = self.seqs.get(id).order;
         let at = self.running.partition_point(|&r| self.seqs.get(r).order <= order);
         self.running.insert(at, id);
-        self.seqs.get_mut(id).state = State::Running;
+        let seq = self.seqs.get_mut(id);
+        seq.state = State::Running;
+        seq.seated_in = self.step + 1;
     }
 
     /// The beams that `list[i]` belongs to, or it alone.
@@ -328,6 +339,7 @@ impl Scheduler {
     /// [`Scheduler::cancel`].
     pub fn schedule(&mut self, plan: &mut StepPlan) {
         plan.clear(self.step + 1);
+        self.copied.clear();
         self.wake_samples();
         let mut budget = self.config.max_num_batched_tokens;
         if self.config.policy == Policy::Static {
@@ -354,8 +366,10 @@ impl Scheduler {
         }
         self.step = plan.step;
         let swapped = plan.preempted.iter().filter(|p| p.1 == PreemptionKind::Swap).map(|p| p.0);
-        let seqs = plan.scheduled.iter().map(|s| s.id).chain(swapped).collect();
-        let host_blocks = plan.transfers.swap_in.iter().map(|pair| BlockId(pair.0)).collect();
+        let scheduled = plan.scheduled.iter().map(|s| s.id);
+        let seqs = scheduled.chain(swapped).chain(self.copied.drain(..)).collect();
+        let mut host_blocks = std::mem::take(&mut self.given_up);
+        host_blocks.extend(plan.transfers.swap_in.iter().map(|pair| BlockId(pair.0)));
         self.in_flight.push_back(InFlight {
             step: plan.step,
             seqs,
@@ -424,7 +438,8 @@ impl Scheduler {
             }
             self.free_window(id);
             while !self.grow(id, 1, plan) {
-                if self.in_flight.iter().any(|step| !step.blocks.is_empty()) {
+                let comes_free = |&block: &BlockId| self.pool.ref_cnt(block) == 1;
+                if self.in_flight.iter().any(|step| step.blocks.iter().any(comes_free)) {
                     return false;
                 }
                 if self.reclaim_swapped(plan) {
@@ -469,6 +484,7 @@ impl Scheduler {
             seq.table.replace(first, copy[0]);
             self.pool.release(source);
             plan.transfers.copies.push((source.0, copy[0].0));
+            self.copied.push(id);
             self.stats.num_block_copies += 1;
         }
         true
@@ -533,7 +549,7 @@ impl Scheduler {
                 continue;
             };
             let members = members.clone();
-            if !members.iter().any(|&id| self.holds_prompt(id)) {
+            if !members.iter().any(|&id| self.has_computed_prompt(id)) {
                 continue;
             }
             for id in members {

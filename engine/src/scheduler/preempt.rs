@@ -67,6 +67,10 @@ impl Scheduler {
         let mut num_tokens = 0;
         for &id in ids {
             let (seq, used) = (self.seqs.get(id), self.used_blocks(id));
+            // Beams that were sampled are to be compared, which they are while running only.
+            if seq.num_pending > 0 && self.beams(id).is_some() {
+                return false;
+            }
             // A mate's blocks that no step has computed yet hold nothing to keep.
             if seq.waits_for.is_some_and(|(m, n)| self.seqs.get(m).num_computed_tokens < n) {
                 return false;
@@ -132,22 +136,18 @@ impl Scheduler {
     /// Takes back the blocks that the last of the swapped sequences left in the pool, as others
     /// held them then; it is computed anew. False: none did.
     pub(super) fn reclaim_swapped(&mut self, plan: &StepPlan) -> bool {
-        // What this very plan copies out cannot be taken back.
         let on_device = |&&id: &&SeqId| match &self.seqs.get(id).state {
-            State::Swapped(blocks) => {
-                blocks.iter().any(|b| matches!(b, SwappedBlock::Device(_)))
-                    && plan.preempted.iter().all(|&(victim, _)| victim != id)
-            }
+            State::Swapped(blocks) => blocks.iter().any(|b| matches!(b, SwappedBlock::Device(_))),
             _ => false,
         };
         let Some(&id) = self.waiting.iter().rev().find(on_device) else { return false };
-        self.give_up_swapped(id);
+        self.give_up_swapped(id, plan);
         true
     }
 
     /// Makes a swapped sequence one that is computed anew. Beams come back together or not at
     /// all, so all of them are.
-    fn give_up_swapped(&mut self, id: SeqId) {
+    fn give_up_swapped(&mut self, id: SeqId, plan: &StepPlan) {
         let ids = match self.beams(id) {
             Some(group) => self.groups[&group].members.clone(),
             None => vec![id],
@@ -156,10 +156,13 @@ impl Scheduler {
             let seq = self.seqs.get_mut(id);
             let (mut blocks, mut host_blocks) = seq.take_blocks();
             self.pool.release_all(&mut blocks);
-            match self.in_flight.iter_mut().rfind(|step| step.seqs.contains(&id)) {
-                // The copy to the host is under way.
-                Some(step) => step.host_blocks.append(&mut host_blocks),
-                None => self.host.release_all(&mut host_blocks),
+            // The copy to the host may be part of this very plan, or under way.
+            if plan.preempted.iter().any(|&(victim, _)| victim == id) {
+                self.given_up.append(&mut host_blocks);
+            } else if let Some(step) = self.in_flight.iter_mut().rfind(|f| f.seqs.contains(&id)) {
+                step.host_blocks.append(&mut host_blocks);
+            } else {
+                self.host.release_all(&mut host_blocks);
             }
             seq.restart();
             seq.state = State::Waiting;
@@ -189,7 +192,11 @@ impl Scheduler {
             self.host.release_all(&mut host_blocks);
             seq.restart();
             seq.num_pending = 0;
-            seq.state = State::Waiting;
+            // One that stands aside meanwhile, as a sample whose swapped blocks were taken back
+            // may, is in no queue.
+            if seq.state != State::Pending {
+                seq.state = State::Waiting;
+            }
         }
     }
 
@@ -200,14 +207,21 @@ impl Scheduler {
             return;
         }
         let Some(&front) = self.waiting.front() else { return };
-        let needed = self.blocks_to_admit(front);
+        if self.stands_aside(front) {
+            return;
+        }
+        let (needed, shared) = self.blocks_to_admit(front);
         let seats = self.seats_to_admit(front);
         let urgent = self.seqs.get(front);
         let (priority, order) = (urgent.priority, urgent.order);
         let (mut free_blocks, mut free_seats) = (self.pool.num_free(), self.num_free_seats());
+        let mut given: HashMap<BlockId, u32> = HashMap::new();
         let mut victims = Vec::new();
         let mut end = self.running.len();
-        while (free_blocks < needed || free_seats < seats) && end > 0 {
+        while free_blocks < needed + self.spare_blocks(front, end) || free_seats < seats {
+            if end == 0 {
+                return;
+            }
             let unit = self.unit(&self.running, end - 1);
             let victim = self.seqs.get(self.running[unit.start]);
             // Equals wait for one another, or they would take turns in preempting each other.
@@ -216,14 +230,23 @@ impl Scheduler {
             }
             end = unit.start;
             free_seats += self.seats_held(unit.clone());
-            free_blocks += self.running[unit.clone()]
-                .iter()
-                .flat_map(|&id| self.seqs.get(id).table.blocks())
-                .filter(|&&block| self.pool.ref_cnt(block) == 1)
-                .count();
+            // What one unit shares with another stays where it is when they are swapped.
+            if self.config.preemption != Preemption::Recompute {
+                given.clear();
+            }
+            for &id in &self.running[unit.clone()] {
+                for &block in self.seqs.get(id).table.blocks() {
+                    let count = given.entry(block).or_default();
+                    *count += 1;
+                    let comes_free = *count == self.pool.ref_cnt(block) && !shared.contains(&block);
+                    free_blocks += usize::from(comes_free);
+                }
+            }
             victims.push(unit);
         }
-        if free_blocks >= needed && free_seats >= seats {
+        // Those before it come first, and may leave nothing of the step.
+        let others: usize = self.running[..end].iter().map(|&id| self.to_compute(id)).sum();
+        if others < self.config.max_num_batched_tokens {
             for unit in victims {
                 self.preempt(unit, plan, false);
             }

@@ -120,6 +120,8 @@ pub struct Sequence {
     pub(super) group: Option<GroupId>,
     /// Blocks shared with a mate are computed when the mate has computed this many tokens.
     pub(super) waits_for: Option<(SeqId, usize)>,
+    /// Step it was last given a seat in; 0: none yet.
+    pub(super) seated_in: u64,
     /// Step it was last planned in, and what was computed before.
     pub(super) last_planned: (u64, usize),
     /// Where the chain of `hashes` starts.
@@ -151,6 +153,7 @@ impl Sequence {
             skip_cache: new.skip_cache,
             group: None,
             waits_for: None,
+            seated_in: 0,
             last_planned: (0, 0),
             root,
             hashes: Vec::new(),

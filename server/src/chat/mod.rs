@@ -55,6 +55,9 @@ pub fn run(args: &ChatArgs) -> anyhow::Result<Outcome> {
     let mut params = SamplingParams { max_tokens: None, ..recommended.clone() };
     args.sampling.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
+    if !(args.quiet || args.json) {
+        load::show(&engine, &options);
+    }
     let session = Session {
         engine,
         params,

@@ -18,9 +18,11 @@ use crate::interrupt;
 use crate::output::{Output, OutputError, chain};
 use crate::result_line::{error_line, error_text, result_line, result_text};
 use anyhow::Context;
+use quire_engine::metrics::LoadLog;
 use quire_engine::{Engine, FinishReason, Request, RequestError, RequestId, RequestOutput};
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
 
 /// Requests in the engine, as a multiple of those a step takes: enough that none waits for input.
 const QUEUE_FACTOR: usize = 4;
@@ -28,6 +30,8 @@ const QUEUE_FACTOR: usize = 4;
 const SLOT_FACTOR: usize = 64;
 /// Errors shown on standard error; results hold all of them.
 const MAX_SHOWN_ERRORS: u64 = 10;
+/// How often a line says how the engine is doing.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Slot {
     line: u64,
@@ -52,6 +56,8 @@ pub struct BatchOptions {
     pub answer_tokens: Option<usize>,
     /// What an earlier run has left.
     pub kept: Kept,
+    /// Prints a line about the load on standard error every ten seconds.
+    pub log_load: bool,
 }
 
 /// A batch under way.
@@ -71,6 +77,7 @@ pub struct Batch<'a> {
     running: HashMap<RequestId, u64>,
     source_ended: bool,
     tally: Tally,
+    log: LoadLog,
 }
 
 impl<'a> Batch<'a> {
@@ -96,6 +103,7 @@ impl<'a> Batch<'a> {
             running: HashMap::new(),
             source_ended: false,
             tally: Tally::after(options.kept),
+            log: LoadLog::new(LOG_INTERVAL, Instant::now()),
         }
     }
 
@@ -141,6 +149,11 @@ impl<'a> Batch<'a> {
                 }
             }
             self.write_ready()?;
+            if self.options.log_load
+                && let Some(line) = self.log.line(Instant::now(), || self.engine.load())
+            {
+                self.progress.report(&line);
+            }
         }
         failure.map_or(Ok(()), Err)
     }

@@ -2,9 +2,9 @@
 
 mod batch;
 mod latency;
-mod output_file;
+pub mod output_file;
 mod progress;
-mod request_line;
+pub mod request_line;
 mod resume;
 mod source;
 mod stream;
@@ -47,6 +47,9 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     args.sampling.apply(&mut params);
     args.results.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
+    if !(args.quiet || args.json) {
+        load::show(&engine, &options);
+    }
 
     let start = Instant::now();
     let seed = options.engine.seed;
@@ -135,6 +138,8 @@ fn run_batch(
     };
     progress.skip(resumed.input_bytes);
     options.kept = resumed.kept;
+    // Whoever keeps what is written there has no progress line to look at.
+    options.log_load = !std::io::stderr().is_terminal();
     Batch::new(engine, source, input.name, (output, args.format), progress, options).run()
 }
 

@@ -7,9 +7,12 @@ use super::ops::{self, Op, PromptSpec, PromptStart, SimConfig};
 use super::policy::Before;
 use super::totals::Totals;
 use quire_engine::scheduler::{
-    AdmissionError, FinishReason, NewSequence, Policy, Scheduler, SeqId, StepPlan, StopRules,
+    AdmissionError, FinishReason, NewSequence, Policy, Scheduler, SchedulerConfig, SeqId, StepPlan,
+    StopRules,
 };
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::rc::Rc;
 
 /// A place in the queue: smaller comes first.
 pub type Order = (i64, u64);
@@ -57,9 +60,14 @@ pub struct Sim {
     ended: Vec<(Vec<u32>, Option<String>)>,
     next_arrival: u64,
     last_step: u64,
-    /// What happened.
+    /// What happened, in numbers.
     pub totals: Totals,
+    /// What happened, in words, for those who ask.
+    pub log: Option<Log>,
 }
+
+/// Lines that outlive a simulation that fails.
+pub type Log = Rc<RefCell<Vec<String>>>;
 
 impl Sim {
     /// An idle one.
@@ -78,7 +86,13 @@ impl Sim {
             next_arrival: 0,
             last_step: 0,
             totals: Totals::default(),
+            log: None,
         }
+    }
+
+    /// An idle one with these limits that plans `run_ahead` steps ahead.
+    pub fn with_limits(scheduler: SchedulerConfig, run_ahead: usize) -> Self {
+        Sim::new(SimConfig { scheduler, run_ahead, vocab: 24, tree: 0 })
     }
 
     /// The plan that was made last.
@@ -134,9 +148,10 @@ impl Sim {
 
     /// Does one operation.
     pub fn apply(&mut self, op: &Op) {
+        self.tell(|_| format!("{op:?}"));
         match op {
             Op::Add { .. } => self.apply_add(op),
-            Op::Step => self.step(),
+            Op::Step => drop(self.step()),
             Op::Plan => {
                 self.schedule();
             }
@@ -253,6 +268,7 @@ impl Sim {
         let mut plan = std::mem::take(&mut self.plan);
         self.scheduler.schedule(&mut plan);
         self.plan = plan;
+        self.tell(|sim| sim.describe_plan());
         self.scheduler.check_integrity();
         before.check(self);
         self.check_rows();
@@ -267,6 +283,28 @@ impl Sim {
         self.totals.tokens += plan.num_tokens() as u64;
         self.in_flight.push_back((plan.clone(), Work::new(plan, &self.scheduler)));
         true
+    }
+
+    fn tell(&self, what: impl Fn(&Self) -> String) {
+        if let Some(log) = &self.log {
+            log.borrow_mut().push(what(self));
+        }
+    }
+
+    fn describe_plan(&self) -> String {
+        let StepPlan { step, scheduled, transfers, preempted, num_padding_tokens, .. } = &self.plan;
+        let mut text = format!("step {step}:");
+        for s in scheduled {
+            let (end, table) =
+                (s.start + s.num_scheduled_tokens, &self.scheduler.sequence(s.id).table);
+            let blocks: Vec<u32> = table.blocks().iter().map(|b| b.0).collect();
+            text += &format!(" [{:?}: {}..{end}, writes from {}", s.id, s.start, s.write_from);
+            text += &format!(", samples {}, {} freed, {blocks:?}]", s.samples, table.num_freed());
+        }
+        if !transfers.is_empty() {
+            text += &format!(" {transfers:?}");
+        }
+        text + &format!(" preempted {preempted:?} padding {num_padding_tokens}")
     }
 
     /// What a row says agrees with its sequence.
@@ -286,16 +324,20 @@ impl Sim {
         }
     }
 
-    /// Plans and computes as far as the depth of run-ahead demands.
-    pub fn step(&mut self) {
-        if !self.schedule() || self.in_flight.len() > self.config.run_ahead {
+    /// Plans a step, and computes as far as the depth of run-ahead demands; whether there was
+    /// something to plan.
+    pub fn step(&mut self) -> bool {
+        let planned = self.schedule();
+        if !planned || self.in_flight.len() > self.config.run_ahead {
             self.compute();
         }
+        planned
     }
 
     /// Computes the oldest step under way.
     pub fn compute(&mut self) {
         let Some((plan, work)) = self.in_flight.pop_front() else { return };
+        self.tell(|_| format!("compute step {}", plan.step));
         self.device.execute(&work, &self.histories);
         let mut sampled = Vec::new();
         for s in plan.scheduled.iter().filter(|s| s.samples) {
@@ -381,6 +423,7 @@ impl Sim {
         }
         state.ids = ids;
         self.totals.beams_advanced += 1;
+        self.tell(|sim| format!("beams {:?} by {next:?}", sim.ids(request)));
         self.scheduler.check_integrity();
     }
 
@@ -426,7 +469,7 @@ impl Sim {
     }
 
     /// The oldest step under way fails, and with it those after it.
-    fn fail(&mut self, how: Failure) {
+    pub fn fail(&mut self, how: Failure) {
         if let Some((_, work)) = self.in_flight.front() {
             self.device.fail(work, how);
         }

@@ -1,6 +1,6 @@
 //! Runs from seeds; a failing one is made as small as it gets.
 
-use super::driver::Sim;
+use super::driver::{Log, Sim};
 use super::ops::{self, Op, SimConfig};
 use super::totals::Totals;
 use crate::rng::Rng;
@@ -9,6 +9,9 @@ use std::fmt::Write;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Lines of the story of a failure.
+const LAST_LINES: usize = 40;
 
 /// What became of runs.
 #[derive(Debug)]
@@ -22,7 +25,7 @@ pub enum Outcome {
 /// Runs one seed.
 pub fn run_seed(seed: u64) -> Result<Totals, String> {
     let (config, ops) = plan(seed);
-    run(&config, &ops)
+    run(&config, &ops, None)
 }
 
 /// Runs the seeds of `range` on `threads` threads, and calls `progress` now and then with the
@@ -72,14 +75,21 @@ pub fn run_seeds(
 /// what happens then.
 pub fn explain(seed: u64) -> String {
     let (config, mut ops) = plan(seed);
-    let Err(first) = run(&config, &ops) else { return format!("seed {seed} passes") };
+    let Err(first) = run(&config, &ops, None) else { return format!("seed {seed} passes") };
     shrink(&config, &mut ops);
-    let last = run(&config, &ops).expect_err("shrunk to a failure");
+    let log = Log::default();
+    let last = run(&config, &ops, Some(log.clone())).expect_err("shrunk to a failure");
     let mut text = format!("seed {seed} fails: {first}\n{config:#?}\n");
     for (i, op) in ops.iter().enumerate() {
-        writeln!(text, "{i:4} {op:?}").expect("a string");
+        let _ = writeln!(text, "{i:4} {op:?}");
     }
-    writeln!(text, "with these {} operations: {last}", ops.len()).expect("a string");
+    let log = log.borrow();
+    let _ = writeln!(text, "with these {} operations:", ops.len());
+    for line in &log[log.len().saturating_sub(LAST_LINES)..] {
+        let _ = writeln!(text, "{line}");
+    }
+    text += &last;
+    text.push('\n');
     text
 }
 
@@ -99,7 +109,7 @@ fn shrink(config: &SimConfig, ops: &mut Vec<Op>) {
         while at < ops.len() {
             let mut fewer = ops.clone();
             fewer.drain(at..(at + size).min(ops.len()));
-            if run(config, &fewer).is_err() {
+            if run(config, &fewer, None).is_err() {
                 *ops = fewer;
                 deleted = true;
             } else {
@@ -113,10 +123,11 @@ fn shrink(config: &SimConfig, ops: &mut Vec<Op>) {
 }
 
 /// Does the operations, then lets all that is left end.
-fn run(config: &SimConfig, ops: &[Op]) -> Result<Totals, String> {
+fn run(config: &SimConfig, ops: &[Op], log: Option<Log>) -> Result<Totals, String> {
     let at = Cell::new(0);
     let body = || {
         let mut sim = Sim::new(config.clone());
+        sim.log = log;
         for (i, op) in ops.iter().enumerate() {
             at.set(i);
             sim.apply(op);

@@ -1,0 +1,279 @@
+//! What a decoder takes on a backend, counted by the walk that also builds it.
+
+use crate::decoder::{self, Parts, model_info};
+use crate::loader::ModelError;
+use crate::spec::DecoderSpec;
+use crate::weights::{ExpectedWeight, expected_weights};
+use quire_engine::DType;
+use quire_engine::memory::{BufferSizes, FixedBytes, ModelMemory};
+use quire_engine::model::ModelInfo;
+use quire_engine::ops::{MatrixLayout, TensorKind};
+use std::collections::HashMap;
+
+/// A decoder and the sizes of a backend's buffers.
+pub struct DecoderMemory<'a> {
+    spec: &'a DecoderSpec,
+    info: ModelInfo,
+    buffers: Box<dyn BufferSizes>,
+}
+
+impl<'a> DecoderMemory<'a> {
+    /// What a decoder of `spec` takes in `buffers`.
+    pub fn new(spec: &'a DecoderSpec, buffers: impl BufferSizes + 'static) -> Self {
+        DecoderMemory { spec, info: model_info(spec), buffers: Box::new(buffers) }
+    }
+}
+
+impl ModelMemory for DecoderMemory<'_> {
+    fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    fn dtype(&self) -> DType {
+        self.buffers.dtype()
+    }
+
+    fn fixed_bytes(&self, max_tokens: usize, max_positions: usize) -> Option<FixedBytes> {
+        let mut counter = Counter::new(self.spec, self.buffers.as_ref());
+        let counts = "a count cannot fail";
+        decoder::parameters(&mut counter, self.spec).expect(counts);
+        decoder::rope(&mut counter, self.spec, max_positions).expect(counts);
+        decoder::workspace(&mut counter, self.spec, max_tokens).expect(counts);
+        let workspace = std::mem::replace(&mut counter.tensors, Some(0))?;
+        decoder::head_workspace(&mut counter, self.spec, max_tokens).expect(counts);
+        Some(FixedBytes {
+            weights: counter.matrices?,
+            workspace,
+            logits: counter.tensors?,
+            sampling: self.buffers.sampling_bytes(self.spec.vocab_size)?,
+            other: counter.vectors?,
+        })
+    }
+
+    fn block_bytes(&self, block_size: usize) -> Option<usize> {
+        self.buffers.kv_bytes(&self.info.kv_layout(1, block_size, self.dtype()))
+    }
+}
+
+/// Adds up what is asked of it, in bytes; `None`: more than an address can name.
+struct Counter<'a> {
+    buffers: &'a dyn BufferSizes,
+    shapes: HashMap<String, Vec<usize>>,
+    matrices: Option<usize>,
+    vectors: Option<usize>,
+    tensors: Option<usize>,
+}
+
+impl<'a> Counter<'a> {
+    fn new(spec: &DecoderSpec, buffers: &'a dyn BufferSizes) -> Self {
+        let shape = |ExpectedWeight { name, shape }| (name, shape);
+        let shapes = expected_weights(spec).into_iter().map(shape).collect();
+        Counter { buffers, shapes, matrices: Some(0), vectors: Some(0), tensors: Some(0) }
+    }
+
+    /// The rows of all of `names`.
+    fn rows(&self, names: &[String]) -> usize {
+        names.iter().map(|name| self.shapes[name][0]).sum()
+    }
+}
+
+/// Adds `bytes` to `sum`.
+fn add(sum: &mut Option<usize>, bytes: Option<usize>) {
+    *sum = sum.zip(bytes).and_then(|(sum, bytes)| sum.checked_add(bytes));
+}
+
+impl Parts for Counter<'_> {
+    type Matrix = ();
+    type Vector = ();
+    type Tensor = ();
+
+    fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<(), ModelError> {
+        let (rows, cols) = (self.rows(names), self.shapes[&names[0]][1]);
+        add(&mut self.matrices, self.buffers.matrix_bytes(layout, rows, cols));
+        Ok(())
+    }
+
+    fn vector(&mut self, names: &[String]) -> Result<(), ModelError> {
+        let rows = self.rows(names);
+        add(&mut self.vectors, self.buffers.vector_bytes(rows));
+        Ok(())
+    }
+
+    fn table(&mut self, len: usize, _: &mut dyn Iterator<Item = f32>) -> Result<(), ModelError> {
+        add(&mut self.vectors, self.buffers.vector_bytes(len));
+        Ok(())
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize, kind: TensorKind) -> Result<(), ModelError> {
+        add(&mut self.tensors, self.buffers.tensor_bytes(rows, cols, kind));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{GOLDENS, golden_folder, read_config};
+    use crate::decoder::Loader;
+    use crate::safetensors::SafetensorsSource;
+    use crate::source::WeightSource;
+    use quire_engine::EngineConfig;
+    use quire_engine::backend::cpu::{CpuKvCache, CpuMatrix, CpuTensor};
+    use quire_engine::backend::reference::{RefKvCache, RefMatrix, RefTensor};
+    use quire_engine::backend::{CpuBackend, CpuBuffers, ReferenceBackend, ReferenceBuffers};
+    use quire_engine::memory::SystemMemory;
+    use quire_engine::ops::Backend;
+
+    /// A buffer that knows what it takes.
+    trait Bytes {
+        fn bytes(&self) -> usize;
+    }
+
+    impl Bytes for Vec<f32> {
+        fn bytes(&self) -> usize {
+            size_of::<f32>() * self.capacity()
+        }
+    }
+
+    macro_rules! knows_its_bytes {
+        ($($buffer:ty),*) => {$(
+            impl Bytes for $buffer {
+                fn bytes(&self) -> usize {
+                    <$buffer>::bytes(self)
+                }
+            }
+        )*};
+    }
+
+    knows_its_bytes!(CpuMatrix, CpuTensor, CpuKvCache, RefMatrix, RefTensor, RefKvCache);
+
+    /// Loads onto a backend and adds up what it allocated.
+    struct Allocated<'a, B: Backend> {
+        loader: Loader<'a, B>,
+        matrices: usize,
+        vectors: usize,
+        tensors: usize,
+    }
+
+    impl<B: Backend> Parts for Allocated<'_, B>
+    where
+        B::Matrix: Bytes,
+        B::Vector: Bytes,
+        B::Tensor: Bytes,
+    {
+        type Matrix = ();
+        type Vector = ();
+        type Tensor = ();
+
+        fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<(), ModelError> {
+            self.matrices += self.loader.matrix(layout, names)?.bytes();
+            Ok(())
+        }
+
+        fn vector(&mut self, names: &[String]) -> Result<(), ModelError> {
+            self.vectors += self.loader.vector(names)?.bytes();
+            Ok(())
+        }
+
+        fn table(
+            &mut self,
+            len: usize,
+            values: &mut dyn Iterator<Item = f32>,
+        ) -> Result<(), ModelError> {
+            self.vectors += self.loader.table(len, values)?.bytes();
+            Ok(())
+        }
+
+        fn tensor(&mut self, rows: usize, cols: usize, kind: TensorKind) -> Result<(), ModelError> {
+            self.tensors += self.loader.tensor(rows, cols, kind)?.bytes();
+            Ok(())
+        }
+    }
+
+    /// Plans with `config`, allocates all of it on `backend` and compares.
+    fn check<B: Backend>(
+        (spec, source): (&DecoderSpec, &dyn WeightSource),
+        mut backend: B,
+        buffers: impl BufferSizes + 'static,
+        config: &EngineConfig,
+    ) where
+        B::Matrix: Bytes,
+        B::Vector: Bytes,
+        B::Tensor: Bytes,
+        B::KvCache: Bytes,
+        B::HostCache: Bytes,
+    {
+        let what = format!("{} {:?} {config:?}", spec.architecture, backend.info());
+        let memory = DecoderMemory::new(spec, buffers);
+        let resolved = config.resolve(&memory, SystemMemory::unused(1 << 32)).unwrap();
+        let (plan, sizes) = (resolved.memory, &resolved.scheduler);
+        let layout = memory.info().kv_layout(sizes.num_blocks, sizes.block_size, memory.dtype());
+        assert_eq!(backend.kv_cache(&layout).unwrap().bytes(), plan.kv_cache, "{what}");
+        let host = backend.host_cache(&layout, sizes.num_swap_blocks).unwrap();
+        assert_eq!(host.bytes(), plan.swap, "{what}");
+
+        let progress: decoder::OnProgress<'_> = &mut |_| ();
+        let loader = Loader::new(&mut backend, source, progress);
+        let mut allocated = Allocated { loader, matrices: 0, vectors: 0, tensors: 0 };
+        decoder::parameters(&mut allocated, spec).unwrap();
+        decoder::rope(&mut allocated, spec, sizes.max_model_len).unwrap();
+        decoder::workspace(&mut allocated, spec, sizes.max_num_batched_tokens).unwrap();
+        assert_eq!(allocated.tensors, plan.workspace, "{what}");
+        decoder::head_workspace(&mut allocated, spec, sizes.max_num_batched_tokens).unwrap();
+        assert_eq!(allocated.tensors, plan.workspace + plan.logits, "{what}");
+        assert_eq!(allocated.matrices, plan.weights, "{what}");
+        assert_eq!(allocated.vectors, plan.other, "{what}");
+    }
+
+    #[test]
+    fn plans_are_what_backends_allocate() {
+        for golden in GOLDENS {
+            let dir = golden_folder(golden);
+            let spec = read_config(&dir).unwrap().spec;
+            let source = SafetensorsSource::open(&dir).unwrap();
+            for dtype in [DType::F32, DType::Bf16] {
+                for config in [
+                    EngineConfig { block_size: 8, ..Default::default() },
+                    EngineConfig {
+                        block_size: 32,
+                        max_num_batched_tokens: Some(7),
+                        num_blocks: Some(3),
+                        swap_bytes: 1 << 20,
+                        ..Default::default()
+                    },
+                ] {
+                    let cpu = CpuBackend::new(dtype, None, Some(1)).unwrap();
+                    let buffers = CpuBuffers::new(dtype, Some(1));
+                    check((&spec, &source), cpu, buffers, &config);
+                    let reference = ReferenceBackend::new(dtype);
+                    check((&spec, &source), reference, ReferenceBuffers::new(dtype), &config);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_formula() {
+        let spec = read_config(&golden_folder("llama-gqa")).unwrap().spec;
+        let (hidden, vocab) = (spec.hidden_size, spec.vocab_size);
+        let memory = DecoderMemory::new(&spec, CpuBuffers::new(DType::Bf16, Some(3)));
+        let bytes = memory.fixed_bytes(100, 10).unwrap();
+        let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
+        let f32_cols = hidden + q + 2 * kv;
+        let bf16_cols = hidden + 2 * q + spec.intermediate_size;
+        assert_eq!(bytes.workspace, 100 * (4 * f32_cols + 2 * bf16_cols));
+        assert_eq!(bytes.logits, 64 * (4 * hidden + 2 * hidden + 4 * vocab));
+        assert_eq!(bytes.sampling, 3 * (6 * 4 * vocab + 8 * 2048));
+        // Fewer rows than a slice of logits has.
+        assert_eq!(memory.fixed_bytes(5, 10).unwrap().logits, 5 * bytes.logits / 64);
+        let longer = memory.fixed_bytes(100, 11).unwrap();
+        assert_eq!(longer.other - bytes.other, 2 * 4 * spec.rope.rot_dim / 2);
+        let block = 2 * 16 * spec.num_layers * kv;
+        assert_eq!(memory.block_bytes(16), Some(2 * block));
+        // The reference keeps every value as an f32.
+        let reference = DecoderMemory::new(&spec, ReferenceBuffers::new(DType::Bf16));
+        assert_eq!(reference.block_bytes(16), Some(4 * block));
+        assert_eq!(memory.fixed_bytes(usize::MAX, 10), None);
+        assert_eq!(memory.fixed_bytes(100, usize::MAX), None);
+    }
+}

@@ -1,0 +1,174 @@
+//! `quire bench throughput`: the same requests under one or several configurations.
+
+use super::args::{PolicySpec, ThroughputArgs};
+use super::calibrate::calibrate;
+use super::dataset::{BenchRequest, Dataset};
+use super::drive::{self, Measured};
+use super::machine::Machine;
+use super::plot::svg;
+use super::predict::{Limits, Shape, replay};
+use super::report::{Prediction, Ratio, Report, Run, RunConfig, RunFacts, over};
+use super::table::table;
+use super::{Files, policy_name};
+use crate::generate::request_line::Defaults;
+use crate::output::{Output, to_json};
+use crate::{Outcome, interrupt, load, params};
+use anyhow::Context;
+use quire_engine::Engine;
+use quire_engine::scheduler::{Policy, SchedulerConfig};
+use quire_model_zoo::{LoadOptions, ModelFiles};
+
+/// Runs the command.
+///
+/// # Errors
+/// An argument or a file is unusable, or a run could not go on.
+pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
+    let model = &args.model.model;
+    let input = args.dataset.input.as_deref();
+    let files = Files::check([&args.report.output, &args.plot], input, model)?;
+    let model_files = load::open(model)?;
+    let recommended = params::recommended(&model_files.generation, model)?;
+    let defaults = Defaults { prompt: recommended.clone(), chat: recommended };
+    let dataset = Dataset::open(&args.dataset, &defaults)?;
+    let options = args.model.load_options();
+    let variants = variants(args, &options);
+    // Before the first run of many, as the last one would fail.
+    for variant in &variants {
+        load::plan(&model_files, &variant.options).with_context(|| variant.name.clone())?;
+    }
+    let mut report = Report {
+        benchmark: "throughput",
+        version: env!("CARGO_PKG_VERSION"),
+        model: model.display().to_string(),
+        dataset: dataset.describe(),
+        request_rate: args.request_rate,
+        machine: Machine::here(),
+        runs: Vec::new(),
+        ratios: Vec::new(),
+    };
+    for variant in variants {
+        report.runs.push(run_variant(args, &model_files, &dataset, variant)?);
+        if interrupt::requested() {
+            break;
+        }
+    }
+    if let [first, rest @ ..] = &report.runs[..] {
+        report.ratios = rest.iter().map(|run| Ratio::new(run, first)).collect();
+    }
+    let mut output = Output::stdout();
+    if args.report.json {
+        output.json(&report)?;
+    } else {
+        output.text(&table(&report))?;
+    }
+    files.write([&|| to_json(&report) + "\n", &|| svg(&report.runs)])?;
+    for failure in report.runs.iter().flat_map(|run| &run.failures) {
+        crate::report(&format!("error: {failure}"));
+    }
+    Ok(match () {
+        () if interrupt::requested() => Outcome::Interrupted,
+        () if report.runs.iter().any(|run| run.failed > 0) => Outcome::Failed,
+        () => Outcome::Done,
+    })
+}
+
+/// A configuration to run with.
+struct Variant {
+    name: String,
+    options: LoadOptions,
+}
+
+/// Each policy with each block size.
+fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
+    let own = PolicySpec { policy: options.engine.policy, max_num_seqs: None };
+    let policies = if args.policy.is_empty() { vec![own] } else { args.policy.clone() };
+    let own = options.engine.block_size;
+    let sizes = if args.block_sizes.is_empty() { vec![own] } else { args.block_sizes.clone() };
+    let mut variants = Vec::new();
+    for spec in &policies {
+        for &block_size in &sizes {
+            let mut options = options.clone();
+            let engine = &mut options.engine;
+            // Flags that say how priorities age hold for it.
+            if policy_name(engine.policy) != policy_name(spec.policy) {
+                engine.policy = spec.policy;
+            }
+            engine.max_num_seqs = spec.max_num_seqs.unwrap_or(engine.max_num_seqs);
+            engine.block_size = block_size;
+            let mut name = format!("{}:{}", policy_name(spec.policy), engine.max_num_seqs);
+            if sizes.len() > 1 {
+                name.push_str(&format!(" block {block_size}"));
+            }
+            variants.push(Variant { name, options });
+        }
+    }
+    variants
+}
+
+fn run_variant(
+    args: &ThroughputArgs,
+    files: &ModelFiles,
+    dataset: &Dataset,
+    variant: Variant,
+) -> anyhow::Result<Run> {
+    let Variant { name, options } = variant;
+    let mut engine = load::load(files, &options)?;
+    let seed = options.engine.seed;
+    let requests = dataset.requests(&mut engine, seed, args.request_rate)?;
+    let model = if args.no_prediction {
+        None
+    } else {
+        Some(calibrate(&mut engine).context("the engine failed")?)
+    };
+    let warmup: Vec<BenchRequest> = requests
+        .iter()
+        .take(args.warmup)
+        .map(|request| BenchRequest { at_s: 0.0, ..request.clone() })
+        .collect();
+    drive::run(&mut engine, &warmup, "warming up")?;
+    engine.reset_prefix_cache();
+
+    interrupt::catch();
+    let measured = drive::run(&mut engine, &requests, &name)?;
+    let limits = engine.limits();
+    let layout =
+        engine.model().kv_layout(limits.num_blocks, limits.block_size, engine.backend().dtype);
+    let kv_cache_bytes = layout.block_bytes().map_or(0, |bytes| bytes * limits.num_blocks);
+    let config = RunConfig {
+        async_scheduling: options.engine.async_scheduling,
+        seed,
+        ..RunConfig::new(limits, kv_cache_bytes)
+    };
+    let facts = RunFacts { name, config, backend: engine.backend().into() };
+    let mut run = Run::new(facts, &requests, &measured);
+    if let Some(step_model) = model.filter(|_| run.prefix_cache.hits == 0 && !run.interrupted) {
+        let shapes = shapes(&requests, &measured);
+        let schedule = replay(&shapes, &replay_limits(&engine), |work| step_model.seconds(work));
+        let measured_over_predicted = over(run.duration, schedule.duration_s);
+        run.prediction = Some(Prediction { schedule, measured_over_predicted, step_model });
+    }
+    Ok(run)
+}
+
+/// The lengths that the requests turned out to have, in order of arrival.
+fn shapes(requests: &[BenchRequest], measured: &Measured) -> Vec<Shape> {
+    let mut samples: Vec<_> = measured.samples.iter().filter(|s| s.output_tokens > 0).collect();
+    samples.sort_by_key(|sample| sample.request);
+    let shape = |sample: &&drive::Sample| Shape {
+        arrival_s: requests[sample.request].at_s,
+        prompt: sample.prompt_tokens,
+        output: sample.output_tokens,
+    };
+    samples.iter().map(shape).collect()
+}
+
+fn replay_limits(engine: &Engine) -> Limits {
+    let SchedulerConfig { policy, max_model_len, block_size, .. } = *engine.limits();
+    Limits {
+        seats: engine.limits().max_num_seqs,
+        budget: engine.limits().max_num_batched_tokens,
+        block_size,
+        num_blocks: engine.limits().num_blocks,
+        reserved_blocks: (policy == Policy::Static).then(|| max_model_len.div_ceil(block_size)),
+    }
+}

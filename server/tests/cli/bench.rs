@@ -1,0 +1,155 @@
+//! `quire bench`.
+
+use super::{MODEL, json_lines, quire, refusal, stderr, stdout, write};
+use serde_json::Value;
+use std::fs;
+
+/// The JSON that a benchmark prints.
+fn bench(what: &str, flags: &[&str]) -> Value {
+    let output = quire(&[&["bench", what, MODEL, "--json"][..], flags].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    json_lines(&stdout(&output)).remove(0)
+}
+
+fn names(value: &Value) -> Vec<&str> {
+    value.as_object().expect("an object").keys().map(String::as_str).collect()
+}
+
+#[test]
+fn policies_are_compared_on_the_same_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let [json, svg] = ["o.json", "o.svg"].map(|name| dir.path().join(name));
+    let [json, svg] = [&json, &svg].map(|path| path.to_str().unwrap());
+    let classes = ["--classes", "6x4@5", "2x40@3-9", "--max-model-len", "64"];
+    let policies = ["--policy", "static:2,fcfs:4", "--output", json, "--plot", svg];
+    let report = bench("throughput", &[&classes[..], &policies].concat());
+    let kept: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+    assert_eq!(kept, report);
+    assert_eq!(fs::read_to_string(svg).unwrap().matches("<polyline").count(), 4);
+
+    assert_eq!(
+        names(&report),
+        ["benchmark", "version", "model", "dataset", "request_rate", "machine", "runs", "ratios"]
+    );
+    let [fixed, continuous] = report["runs"].as_array().unwrap().as_slice() else {
+        panic!("two runs: {report}")
+    };
+    for run in [fixed, continuous] {
+        assert_eq!(run["completed"], 8);
+        assert_eq!(run["total_output_tokens"], 6 * 4 + 2 * 40);
+        assert_eq!(run["backend"]["batch_invariant"], true);
+        let classes = run["classes"].as_array().unwrap();
+        let tokens = |name: &str| {
+            let class = classes.iter().find(|class| class["name"] == name).expect(name);
+            assert!(class["p99_e2el_ms"].as_f64() >= class["median_ttft_ms"].as_f64());
+            class["output_tokens"].as_u64().unwrap()
+        };
+        assert_eq!((tokens("4@5"), tokens("40@3-9")), (24, 80));
+        for key in ["ttft", "tpot", "itl", "e2el", "queue"] {
+            for part in ["mean", "median", "std", "p99"] {
+                let name = format!("{part}_{key}_ms");
+                assert!(run[&name].as_f64().is_some_and(|ms| ms >= 0.0), "{name}");
+            }
+        }
+        let kv = &run["kv_cache"];
+        let moments = kv["over_time"].as_array().unwrap();
+        assert_eq!(moments.len() as u64, run["num_steps"].as_u64().unwrap());
+        let live_of_held = kv["live_of_held"].as_f64().unwrap();
+        assert!(0.0 < live_of_held && live_of_held <= 1.0, "{live_of_held}");
+        assert!(run["prediction"]["measured_over_predicted"].as_f64().unwrap() > 0.0);
+        assert_eq!(run["prediction"]["num_preemptions"], 0);
+    }
+    assert_eq!(fixed["config"]["policy"], "static");
+    assert_eq!(fixed["config"]["max_num_seqs"], 2);
+    // Two reservations of 64 tokens.
+    assert_eq!(fixed["kv_cache"]["peak_blocks"], 8);
+    assert!(fixed["num_padding_tokens"].as_u64().unwrap() > 0);
+    assert_eq!(continuous["num_padding_tokens"], 0);
+    // What the schedules take is the same however fast the machine is.
+    for run in [fixed, continuous] {
+        assert_eq!(run["prediction"]["num_steps"], run["num_steps"]);
+    }
+    assert!(fixed["num_steps"].as_u64() > continuous["num_steps"].as_u64());
+    let ratio = &report["ratios"][0];
+    assert_eq!((&ratio["run"], &ratio["over"]), (&"fcfs:4".into(), &"static:2".into()));
+    assert!(ratio["output_throughput"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn lines_bring_their_class_and_their_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "{\"prompt\": \"One\", \"max_tokens\": 3, \"ignore_eos\": true, \"at\": 0.2}\n\
+                 {\"prompt_token_ids\": [1, 2], \"max_tokens\": 4, \"ignore_eos\": true, \
+                 \"class\": \"ids\", \"n\": 2, \"temperature\": 1}\n";
+    let input = write(&dir, "in.jsonl", lines);
+    let report = bench("throughput", &["--input", &input, "--no-prediction"]);
+    let run = &report["runs"][0];
+    assert!(run["duration"].as_f64().unwrap() > 0.2);
+    assert_eq!((&run["completed"], &run["total_output_tokens"]), (&2.into(), &11.into()));
+    assert_eq!(run["total_input_tokens"], 3 + 2);
+    assert_eq!(run["prediction"], Value::Null);
+    let classes: Vec<_> = run["classes"].as_array().unwrap().iter().collect();
+    assert_eq!((&classes[0]["name"], &classes[0]["completed"]), (&"ids".into(), &2.into()));
+    assert_eq!((&classes[1]["name"], &classes[1]["completed"]), (&Value::Null, &1.into()));
+    let first_line = bench("throughput", &["--input", &input, "--num-prompts", "1"]);
+    assert_eq!(first_line["runs"][0]["completed"], 1);
+}
+
+#[test]
+fn a_table_has_a_column_a_run_and_shared_prefixes_count_as_hits() {
+    let flags = ["--num-prompts", "4", "--input-len", "8", "--output-len", "4", "--warmup", "0"];
+    let more = ["--prefix-len", "40", "--block-sizes", "8,16", "--request-rate", "500"];
+    let output = quire(&[&["bench", "throughput", MODEL][..], &flags, &more].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let row = |name: &str| -> Vec<String> {
+        let line = text.lines().find(|line| line.starts_with(name)).expect(name);
+        line[name.len()..].split_whitespace().map(str::to_owned).collect()
+    };
+    assert!(text.lines().next().unwrap().contains("fcfs:64 block 8  fcfs:64 block 16"), "{text}");
+    assert_eq!(row("Successful requests"), ["4", "4"]);
+    assert_eq!(row("Total input tokens"), ["192", "192"]);
+    assert_eq!(row("  expected, (block size - 1) / 2"), ["3.50", "7.50"]);
+    let hits = row("Prefix cache hits (%)");
+    assert!(hits.iter().all(|percent| percent.parse::<f64>().unwrap() > 0.0), "{hits:?}");
+    assert!(!text.contains("Predicted"), "{text}");
+}
+
+#[test]
+fn a_batch_is_timed_again_and_again() {
+    let flags = ["--input-len", "6", "--output-len", "5", "--batch-size", "3", "--num-iters", "4"];
+    let report = bench("latency", &[&flags[..], &["--num-iters-warmup", "1"]].concat());
+    assert_eq!(report["latencies"].as_array().unwrap().len(), 4);
+    let of = |value: &Value| value.as_f64().unwrap();
+    assert!(of(&report["percentiles"]["50"]) <= of(&report["percentiles"]["99"]));
+    assert!(of(&report["ttft"]["mean"]) < of(&report["avg_latency"]));
+    assert!(of(&report["tpot"]["p90"]) > 0.0);
+    let one = bench("latency", &["--output-len", "1", "--num-iters", "1"]);
+    assert_eq!(one["tpot"], Value::Null);
+}
+
+#[test]
+fn what_cannot_run_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let bad = write(&dir, "bad.jsonl", "{\"prompt\": \"x\"}\n{\"prompt\": 1}\n");
+    let long = write(&dir, "long.jsonl", "{\"prompt\": \"x\", \"max_tokens\": 300}\n");
+    let out = dir.path().join("o");
+    let out = out.to_str().unwrap();
+    for (flags, text) in [
+        (vec!["--input", &bad], "bad.jsonl:2: prompt must be a string"),
+        (vec!["--input", &long], "line 1 of the input"),
+        (vec!["--input", &bad, "--output", &bad], "would overwrite the input"),
+        (vec!["--input", "none.jsonl"], "cannot read none.jsonl"),
+        (vec!["--output", out, "--plot", out], "--output and --plot are one file"),
+        (vec!["--output-len", "200"], "exceed the context of 256"),
+        (vec!["--dataset", "random", "--classes", "1x1@1"], "--dataset mix"),
+        (vec!["--policy", "fcfs:5000"], "--max-num-seqs (max_num_seqs) is 5000"),
+    ] {
+        let error = refusal(&quire(&[&["bench", "throughput", MODEL][..], &flags].concat()));
+        assert!(error.contains(text), "{flags:?}: {error}");
+    }
+    assert!(!fs::exists(out).unwrap());
+    let flags = ["--batch-size", "3", "--max-num-seqs", "2"];
+    let error = refusal(&quire(&[&["bench", "latency", MODEL][..], &flags].concat()));
+    assert!(error.contains("--batch-size is 3, more than --max-num-seqs 2"), "{error}");
+}
