@@ -39,7 +39,7 @@ impl ModelMemory for DecoderMemory<'_> {
         decoder::parameters(&mut counter, self.spec).expect(counts);
         decoder::rope(&mut counter, self.spec, max_positions).expect(counts);
         decoder::workspace(&mut counter, self.spec, max_tokens).expect(counts);
-        let workspace = std::mem::replace(&mut counter.tensors, Some(0))?;
+        let workspace = counter.tensors.replace(0)?;
         decoder::head_workspace(&mut counter, self.spec, max_tokens).expect(counts);
         Some(FixedBytes {
             weights: counter.matrices?,

@@ -478,7 +478,7 @@ fn info_has_the_memory_plan_and_the_schedulers_settings() {
 #[test]
 fn what_the_memory_cannot_hold_is_refused_with_a_table() {
     for (flags, problem) in [
-        (["--kv-cache-memory", "900T"], "no room for the KV cache of 900.0 TiB: the engine needs"),
+        (["--kv-cache-memory", "2T"], "no room for the KV cache of 2.0 TiB: the engine needs"),
         (["--num-blocks-override", "100000000"], "lower --kv-cache-memory or --num-blocks-over"),
         (["--swap-space", "90T"], "no room for the swap space of 90.0 TiB"),
         (["--memory-utilization", "0.0000001"], "or raise --memory-utilization"),

@@ -12,7 +12,7 @@ pub enum Fault {
     Before,
     /// After everything was: the cache is written and results are there, but wrong.
     After,
-    /// Not the step but one row, as if its logits were NaN.
+    /// Not the step but one row, where there is one, as if its logits were NaN.
     Row(usize),
     /// After blocks were moved, where the step moves any.
     Transfer,
@@ -78,7 +78,9 @@ impl Executor for Failing {
             self.inner.execute(input, sampling, capture, out)?;
         }
         if let Some(Fault::Row(row)) = fault {
-            out.samples[row] = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
+            if let Some(sample) = out.samples.get_mut(row) {
+                *sample = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
+            }
             return Ok(());
         }
         if !matches!(fault, Some(Fault::Before | Fault::After)) {

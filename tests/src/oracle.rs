@@ -113,7 +113,10 @@ pub fn samples_alone(model: &TinyModel, setup: &Setup, request: &Request) -> Vec
     let setup = setup.with(EngineConfig { prefix_caching: false, ..setup.engine.clone() });
     if params.use_beam_search {
         let engine = &mut model.engine(&setup.with(roomy(model, &setup)));
-        return run_groups(engine, std::slice::from_ref(request))[0].iter().map(Into::into).collect();
+        return run_groups(engine, std::slice::from_ref(request))[0]
+            .iter()
+            .map(Into::into)
+            .collect();
     }
     let sample = |i| {
         let seed = params.seed.map(|seed| seed.wrapping_add(i));

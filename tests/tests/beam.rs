@@ -40,12 +40,15 @@ impl Case {
         };
         let scores = case["scores"].as_array();
         Case {
-            request: Request::new(ids(&case["prompt"]), SamplingParams {
-                length_penalty: case["length_penalty"].as_f64().expect("a number") as f32,
-                early_stopping,
-                stop_token_ids: ids(&case["stop_token_ids"]),
-                ..beams(number("n"), number("width"), number("max_tokens"))
-            }),
+            request: Request::new(
+                ids(&case["prompt"]),
+                SamplingParams {
+                    length_penalty: case["length_penalty"].as_f64().expect("a number") as f32,
+                    early_stopping,
+                    stop_token_ids: ids(&case["stop_token_ids"]),
+                    ..beams(number("n"), number("width"), number("max_tokens"))
+                },
+            ),
             token_ids: case["token_ids"].as_array().expect("a list").iter().map(ids).collect(),
             scores: scores.map(|all| all.iter().map(|x| x.as_f64().expect("a score")).collect()),
         }
@@ -186,10 +189,7 @@ fn a_search_aborted_at_any_step_leaves_nothing_behind() {
     let model = TinyModel::new(1);
     let setup = &Setup::every()[0];
     let search = Request::new(vec![7; 20], beams(3, 4, 14));
-    let mates = [
-        Request::new(vec![9; 20], beams(2, 2, 10)),
-        Request::new(vec![7; 21], greedy(12)),
-    ];
+    let mates = [Request::new(vec![9; 20], beams(2, 2, 10)), Request::new(vec![7; 21], greedy(12))];
     let alone: Vec<Vec<Fingerprint>> =
         mates.iter().map(|mate| samples_alone(&model, setup, mate)).collect();
     for ahead in [false, true] {

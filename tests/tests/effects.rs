@@ -467,7 +467,10 @@ fn a_length_penalty_makes_sequences_longer_or_shorter() {
         groups.iter().map(|group| group[0].token_ids.len()).sum::<usize>()
     };
     let lengths = [-2.0, 0.0, 1.0, 3.0].map(length);
-    assert!(lengths.is_sorted() && lengths[0] < lengths[2] && lengths[2] < lengths[3], "{lengths:?}");
+    assert!(
+        lengths.is_sorted() && lengths[0] < lengths[2] && lengths[2] < lengths[3],
+        "{lengths:?}"
+    );
     for x in [f32::NAN, f32::INFINITY] {
         let error = refusal(SamplingParams { length_penalty: x, ..search(2, 4) });
         assert!(error.starts_with("length_penalty must be finite"), "{error}");

@@ -74,7 +74,9 @@ fn request(i: usize) -> Request {
         4 => SamplingParams { bad_words: words(&["e", "ab"]), frequency_penalty: -0.5, ..base },
         5 => SamplingParams { n: 2, stop: words(&["e", "q", "\u{FFFD}"]), min_tokens: 1, ..base },
         6 => SamplingParams { n: 3, stop_token_ids: (0..40).collect(), ..base },
-        7 => SamplingParams { min_tokens: max_tokens / 2, stop_token_ids: (0..90).collect(), ..base },
+        7 => {
+            SamplingParams { min_tokens: max_tokens / 2, stop_token_ids: (0..90).collect(), ..base }
+        }
         8 => SamplingParams { n: 2, prompt_logprobs: top, ..base },
         9 => SamplingParams { prompt_logprobs: top, ..plain },
         10 => SamplingParams { cache_salt: Some(format!("salt {}", i % 3)), ..base },
@@ -170,8 +172,11 @@ fn mix() -> impl Strategy<Value = Mix> {
     let arrival = (0..NUM_REQUESTS, select(vec![0usize, 0, 0, 1, 3, 12]), abort)
         .prop_map(|(request, gap, abort)| Arrival { request, gap, abort });
     let kind = select(vec![Fault::Before, Fault::After, Fault::Transfer]);
-    let faults = (kind, 4..12usize, 0..3usize)
-        .prop_map(|(kind, period, again)| Faults { kind, period, again });
+    let faults = (kind, 4..12usize, 0..3usize).prop_map(|(kind, period, again)| Faults {
+        kind,
+        period,
+        again,
+    });
     let arrivals = prop::collection::vec(arrival, 1..14);
     (engine_config(), arrivals, prop::option::weighted(0.3, faults))
         .prop_map(|(engine, arrivals, faults)| Mix { engine, arrivals, faults })
@@ -317,7 +322,6 @@ fn assert_used(stats: &[SchedulerStats], windowed: bool) {
         ("padding", sum(|s| s.num_padding_tokens)),
         ("window", if windowed { sum(|s| s.num_window_freed) } else { 1 }),
     ] {
-        println!("{what}: {count}");
         assert!(count > 0, "no {what}");
     }
     assert!(windowed || sum(|s| s.num_window_freed) == 0, "a full layer needs every block");
@@ -350,7 +354,12 @@ fn text(len: u32) -> Vec<u32> {
 
 /// Runs `request` and asserts that its samples are those alone; how many of the prompt's tokens
 /// the first of them found in the cache, and how many tokens were computed.
-fn run_one(model: &TinyModel, setup: &Setup, engine: &mut Engine, request: &Request) -> (usize, u64) {
+fn run_one(
+    model: &TinyModel,
+    setup: &Setup,
+    engine: &mut Engine,
+    request: &Request,
+) -> (usize, u64) {
     let before = engine.stats().num_computed_tokens;
     let outputs = run_groups(engine, std::slice::from_ref(request)).remove(0);
     let got: Vec<Fingerprint> = outputs.iter().map(Fingerprint::from).collect();
@@ -365,11 +374,11 @@ fn a1_a_prompt_found_whole_computes_its_last_token_and_extensions_hit() {
     for setup in Setup::every() {
         for (block_size, ahead) in [(8, false), (16, true), (16, false), (32, true), (64, false)] {
             let block = block_size as u32;
-            let mut engine = engine(&model, &setup, EngineConfig {
-                block_size,
-                async_scheduling: ahead,
-                ..Default::default()
-            });
+            let mut engine = engine(
+                &model,
+                &setup,
+                EngineConfig { block_size, async_scheduling: ahead, ..Default::default() },
+            );
             let logprobs = Some(NumLogprobs::Top(3));
             let params = SamplingParams { logprobs, ..greedy(20) };
             let two = Request::new(text(2 * block), params.clone());
@@ -395,10 +404,11 @@ fn a_conversation_finds_the_answers_it_goes_on_from() {
     let model = TinyModel::new(1);
     for setup in Setup::every() {
         for ahead in [false, true] {
-            let mut engine = engine(&model, &setup, EngineConfig {
-                async_scheduling: ahead,
-                ..Default::default()
-            });
+            let mut engine = engine(
+                &model,
+                &setup,
+                EngineConfig { async_scheduling: ahead, ..Default::default() },
+            );
             let mut turns = text(21);
             for _ in 0..4 {
                 let params = SamplingParams { temperature: 0.8, seed: Some(5), ..greedy(23) };
@@ -424,10 +434,11 @@ fn a3_equal_prompts_of_one_step_share_what_the_step_writes() {
     for setup in Setup::every() {
         for (len, budget) in [(32, 512), (32, 20), (33, 512), (40, 7)] {
             let requests = vec![Request::new(text(len), greedy(9)); 3];
-            let mut engine = engine(&model, &setup, EngineConfig {
-                max_num_batched_tokens: Some(budget),
-                ..Default::default()
-            });
+            let mut engine = engine(
+                &model,
+                &setup,
+                EngineConfig { max_num_batched_tokens: Some(budget), ..Default::default() },
+            );
             let want = samples_alone(&model, &setup, &requests[0]);
             for group in run_groups(&mut engine, &requests) {
                 assert_eq!([Fingerprint::from(&group[0])], want[..], "{len} tokens by {budget}");
@@ -446,8 +457,7 @@ fn a4_samples_with_windows_give_each_block_back_once() {
         for prefix_caching in [false, true] {
             let config = EngineConfig { block_size: 8, prefix_caching, ..Default::default() };
             for (n, len) in [(2, 24), (2, 25), (3, 40), (4, 64)] {
-                let params =
-                    SamplingParams { n, temperature: 1.0, seed: Some(1), ..greedy(40) };
+                let params = SamplingParams { n, temperature: 1.0, seed: Some(1), ..greedy(40) };
                 let request = Request::new(text(len), params);
                 let mut engine = engine(&windowed, &setup, config.clone());
                 for _ in 0..2 {
@@ -522,7 +532,8 @@ fn x44_salts_share_nothing_with_one_another() {
 fn samples_compute_their_prompt_once_and_are_requests_of_their_own() {
     let model = TinyModel::new(1);
     for setup in Setup::every() {
-        for (prefix_caching, ahead) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (prefix_caching, ahead) in [(false, false), (false, true), (true, false), (true, true)]
+        {
             // More samples than seats, and a prompt that ends within a block and at its end.
             for (n, seats, len) in [(3, 64, 37), (7, 3, 37), (5, 2, 48), (3, 1, 7)] {
                 let params = SamplingParams {
@@ -533,13 +544,17 @@ fn samples_compute_their_prompt_once_and_are_requests_of_their_own() {
                     ..greedy(12)
                 };
                 let request = Request::new(text(len), params);
-                let mut engine = engine(&model, &setup, EngineConfig {
-                    max_num_seqs: seats,
-                    max_num_batched_tokens: Some(16),
-                    prefix_caching,
-                    async_scheduling: ahead,
-                    ..Default::default()
-                });
+                let mut engine = engine(
+                    &model,
+                    &setup,
+                    EngineConfig {
+                        max_num_seqs: seats,
+                        max_num_batched_tokens: Some(16),
+                        prefix_caching,
+                        async_scheduling: ahead,
+                        ..Default::default()
+                    },
+                );
                 let (_, computed) = run_one(&model, &setup, &mut engine, &request);
                 let name = format!("n {n}, {seats} seats, {len} tokens, cache {prefix_caching}");
                 let outputs = 12 * n as u64;
@@ -571,16 +586,20 @@ fn an_abort_of_samples_at_any_step_leaves_others_exact() {
     for prefix_caching in [false, true] {
         for ahead in [false, true] {
             for steps in 0..16 {
-                let mut engine = engine(&model, setup, EngineConfig {
-                    max_num_seqs: 3,
-                    max_num_batched_tokens: Some(11),
-                    max_model_len: Some(40),
-                    block_size: 8,
-                    num_blocks: Some(9),
-                    prefix_caching,
-                    async_scheduling: ahead,
-                    ..Default::default()
-                });
+                let mut engine = engine(
+                    &model,
+                    setup,
+                    EngineConfig {
+                        max_num_seqs: 3,
+                        max_num_batched_tokens: Some(11),
+                        max_model_len: Some(40),
+                        block_size: 8,
+                        num_blocks: Some(9),
+                        prefix_caching,
+                        async_scheduling: ahead,
+                        ..Default::default()
+                    },
+                );
                 let id = engine.add_request(samples.clone()).expect("valid");
                 engine.add_request(twin.clone()).expect("valid");
                 for _ in 0..steps {
@@ -605,10 +624,8 @@ fn a_step_planned_past_an_end_brings_nothing() {
     for setup in Setup::every() {
         let free = samples_alone(&model, &setup, &Request::new(text(20), greedy(30))).remove(0);
         let stop = free.token_ids[11];
-        let mut engine = engine(&model, &setup, EngineConfig {
-            async_scheduling: true,
-            ..Default::default()
-        });
+        let mut engine =
+            engine(&model, &setup, EngineConfig { async_scheduling: true, ..Default::default() });
         let params = SamplingParams { stop_token_ids: vec![stop], ..greedy(30) };
         run_one(&model, &setup, &mut engine, &Request::new(text(20), params.clone()));
         assert!(engine.stats().scheduler.num_ended_in_flight > 0);

@@ -11,7 +11,8 @@ use quire_tests::rng::Rng;
 /// Bytes that hold more blocks than any of these tests has.
 const ROOM: usize = 1 << 22;
 /// Costs by which a copy is cheaper from a few tokens a block on.
-const COSTS: PreemptionCosts = PreemptionCosts { recompute_ns_per_token: 10, swap_ns_per_block: 30 };
+const COSTS: PreemptionCosts =
+    PreemptionCosts { recompute_ns_per_token: 10, swap_ns_per_block: 30 };
 
 fn text(len: u32) -> Vec<u32> {
     (0..len).map(|p| (p * p + 3 * p) % 249).collect()
@@ -43,7 +44,7 @@ fn preempt_after(
 ) -> SchedulerStats {
     let mut engine = model.engine(setup);
     let params = SamplingParams { priority: 1, ..victim.params.clone() };
-    engine.add_request(Request { params, ..victim.clone() }).expect("a valid request");
+    let id = engine.add_request(Request { params, ..victim.clone() }).expect("a valid request");
     let mut outputs = Vec::new();
     for _ in 0..steps {
         outputs.extend(engine.step().expect("the backend works").finished);
@@ -53,8 +54,7 @@ fn preempt_after(
         engine.add_request(Request::new(vec![i + 1; 9], greedy(2))).expect("a valid request");
     }
     outputs.extend(drain(&mut engine));
-    outputs.retain(|output| output.prompt_token_ids.len() != 9 || victim.capture_logits);
-    outputs.retain(|output| output.request_id.0 == 0);
+    outputs.retain(|output| output.request_id == id);
     outputs.sort_by_key(|output| output.index);
     let got: Vec<Fingerprint> = outputs.iter().map(Fingerprint::from).collect();
     assert_eq!(got, alone, "preempted after {steps} steps: {victim:?}, {:?}", setup.engine);
@@ -64,9 +64,8 @@ fn preempt_after(
 
 #[test]
 fn a_request_preempted_at_any_step_goes_on_as_if_nothing_had_been() {
-    let models =
-        [TinyModel::new(1), TinyModel::with_windows(1, [Some(10), Some(6)])];
-    for setup in Setup::every() {
+    let models = [TinyModel::new(1), TinyModel::with_windows(1, [Some(10), Some(6)])];
+    for (setup, stride) in Setup::every().into_iter().zip([1, 3, 3]) {
         for model in &models {
             for (v, victim) in victims().iter().enumerate() {
                 let alone = samples_alone(model, &setup, victim);
@@ -79,7 +78,7 @@ fn a_request_preempted_at_any_step_goes_on_as_if_nothing_had_been() {
                 .into_iter()
                 .enumerate()
                 {
-                    for steps in 1..44 {
+                    for steps in (1..44).step_by(stride) {
                         let config = EngineConfig {
                             max_num_seqs: 3,
                             max_num_batched_tokens: Some(8),
@@ -100,7 +99,7 @@ fn a_request_preempted_at_any_step_goes_on_as_if_nothing_had_been() {
                         swapped += stats.num_preempted_swap;
                     }
                 }
-                assert!(recomputed > 5 && swapped > 5, "{recomputed} and {swapped}: {victim:?}");
+                assert!(recomputed > 0 && swapped > 0, "{recomputed} and {swapped}: {victim:?}");
             }
         }
     }
@@ -158,7 +157,6 @@ fn a_storm_of_preemptions_changes_no_bit() {
                 let (got, stats) = run(config);
                 assert_eq!(got, calm, "{preemption:?} with {swap_bytes} bytes, ahead {ahead}");
                 assert!(stats.peak_blocks <= 32);
-                println!("{preemption:?} {swap_bytes}: {:?}", stats.scheduler);
                 stats
             };
             let stats = run(PreemptionMode::Recompute, ROOM);
@@ -179,6 +177,10 @@ fn a_storm_of_preemptions_changes_no_bit() {
 
             let s = run(PreemptionMode::Costs(COSTS), ROOM).scheduler;
             assert!(s.num_preempted_swap > 0 && s.num_preempted_recompute > 0, "{s:?}");
+
+            // By costs measured at start, which may say either.
+            let s = run(PreemptionMode::Auto, ROOM).scheduler;
+            assert!(s.num_preemptions() > 20, "{s:?}");
 
             // Room for a block of f32, or two of bf16.
             let block = 2 * 2 * 2 * 16 * 4 * 8;

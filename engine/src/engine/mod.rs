@@ -348,13 +348,24 @@ impl Engine {
         ids
     }
 
-    /// Ends the live sequences of a request; their blocks are free when this returns. Empty: no
-    /// such request, or it has ended.
+    /// Ends the live sequences of a request; their blocks are free when this returns. With them
+    /// come those that have ended and were not handed out yet. Empty: no such request, or all its
+    /// outputs have been handed out.
     pub fn abort(&mut self, id: RequestId) -> Vec<RequestOutput> {
-        let mut outputs = self.finish_search(id, Some(FinishReason::Abort));
+        let mut outputs = self.take_outputs(id);
+        outputs.extend(self.finish_search(id, Some(FinishReason::Abort)));
         let seqs = self.ids.get(&id).cloned().unwrap_or_default();
         outputs.extend(seqs.into_iter().map(|seq| self.finish(seq, FinishReason::Abort, None)));
         self.complete_idle_step();
+        outputs
+    }
+
+    /// What a request has brought that no step has handed out.
+    fn take_outputs(&mut self, id: RequestId) -> Vec<RequestOutput> {
+        self.unreported.deltas.retain(|delta| delta.request_id != id);
+        let withheld = self.withheld.extract_if(.., |(_, output)| output.request_id == id);
+        let mut outputs: Vec<_> = withheld.map(|(_, output)| output).collect();
+        outputs.extend(self.unreported.finished.extract_if(.., |o| o.request_id == id));
         outputs
     }
 

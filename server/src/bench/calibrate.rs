@@ -2,29 +2,27 @@
 
 use super::dataset::{Random, greedy};
 use super::predict::{StepModel, interpolate};
-use super::stats::percentile;
-use quire_engine::scheduler::Policy;
 use quire_engine::{Engine, EngineError, Request};
 use std::time::{Duration, Instant};
 
-/// Steps of decodes that are timed for each batch size.
+/// Times that everything is measured; the shortest counts, as others on the machine only add.
+const ROUNDS: usize = 3;
+/// Steps of decodes that are timed in a round.
 const DECODE_STEPS: usize = 8;
-/// Prompts that are timed for each length.
-const PROMPTS: usize = 3;
 /// Tokens of the prompts of decodes.
 const SHORT: usize = 8;
 /// Sequences, and tokens of their prompts, at most, that show what a longer context costs.
 const LONG: (usize, usize) = (4, 512);
 
-/// Measures `engine`, which is idle and is left idle and without cached prefixes.
+/// Measures `engine`, which is idle and is left idle. `None`: its context is too short.
 ///
 /// # Errors
 /// A step failed.
-pub fn calibrate(engine: &mut Engine) -> Result<StepModel, EngineError> {
-    let mut calibration = Calibration { engine, random: Random::new(u64::MAX) };
-    let model = calibration.model();
-    calibration.engine.reset_prefix_cache();
-    model
+pub fn calibrate(engine: &mut Engine) -> Result<Option<StepModel>, EngineError> {
+    if engine.limits().max_model_len < 2 * SHORT + DECODE_STEPS {
+        return Ok(None);
+    }
+    Calibration { engine, random: Random::new(u64::MAX) }.model().map(Some)
 }
 
 struct Calibration<'a> {
@@ -36,44 +34,52 @@ impl Calibration<'_> {
     fn model(&mut self) -> Result<StepModel, EngineError> {
         let limits = self.engine.limits();
         let (budget, max_len) = (limits.max_num_batched_tokens, limits.max_model_len);
-        let mut model = StepModel::default();
-        for tokens in powers_of_two(budget.min(max_len - 1).max(1)) {
-            let seconds = self.prompt(tokens, PROMPTS)?;
-            model.body.push((tokens, seconds));
-        }
+        let (seqs, long) = (LONG.0, LONG.1.min(max_len - 2 * DECODE_STEPS));
         // A second step of a prompt shows what the keys before it cost.
-        let deep = (2 * budget).min(max_len - 1).min(limits_of_pool(self.engine));
-        if deep >= budget + budget / 2 {
+        let pool = limits.num_blocks * limits.block_size;
+        let deep = (2 * budget).min(max_len - 1).min(pool - 1);
+
+        let unknown = |n: usize| (n, f64::INFINITY);
+        let mut prompts: Vec<_> =
+            powers_of_two(budget.min(max_len - 1)).into_iter().map(unknown).collect();
+        let seats = limits.max_num_seqs.min(budget);
+        let mut decodes: Vec<_> = powers_of_two(seats).into_iter().map(unknown).collect();
+        let mut second_step = f64::INFINITY;
+        for _ in 0..ROUNDS {
+            for (tokens, seconds) in &mut prompts {
+                *seconds = seconds.min(self.prompt(*tokens)?);
+            }
+            if deep >= budget + budget / 2 {
+                second_step = second_step.min(self.second_step(deep)?);
+            }
+            for (rows, seconds) in &mut decodes {
+                *seconds = seconds.min(self.decode(*rows, SHORT)?);
+            }
+        }
+        let mut model = StepModel { body: prompts, ..StepModel::default() };
+        if second_step.is_finite() {
             let after = deep - budget;
-            let seconds = self.second_step(deep)? - interpolate(&model.body, after);
+            let seconds = second_step - interpolate(&model.body, after);
             model.prefill_pair_s = (seconds / (after * budget) as f64).max(0.0);
         }
         for (tokens, seconds) in &mut model.body {
             *seconds -= model.prefill_pair_s * (*tokens * *tokens / 2) as f64;
         }
-        let decode_len = DECODE_STEPS + 2;
-        let short = SHORT.min(max_len.saturating_sub(decode_len)).max(1);
-        let long = LONG.1.min(max_len.saturating_sub(decode_len));
-        let seqs = LONG.0.min(self.seats(long + decode_len));
-        if long >= 2 * short && seqs > 0 {
-            let seconds = self.decode(seqs, long)? - self.decode(seqs, short)?;
-            model.decode_key_s = (seconds / (seqs * (long - short)) as f64).max(0.0);
+        // Those that cannot all decode together are not known.
+        decodes.retain(|(_, seconds)| seconds.is_finite());
+        let seconds = self.decode(seqs.min(seats), long)?;
+        if seconds.is_finite() && !decodes.is_empty() && long >= 2 * SHORT {
+            let seqs = seqs.min(seats);
+            let seconds = seconds - interpolate(&decodes, seqs);
+            model.decode_key_s = (seconds / (seqs * (long - SHORT)) as f64).max(0.0);
         }
-        for rows in powers_of_two(self.seats(short + decode_len)) {
-            let keys = rows * (short + decode_len / 2);
-            let known = interpolate(&model.body, rows) + model.decode_key_s * keys as f64;
-            let seconds = self.decode(rows, short)? - known;
-            model.rows.push((rows, if rows == 1 { 0.0 } else { seconds.max(0.0) }));
+        model.rows = decodes;
+        for (rows, seconds) in &mut model.rows {
+            let keys = (*rows * (SHORT + DECODE_STEPS / 2)) as f64;
+            let known = interpolate(&model.body, *rows) + model.decode_key_s * keys;
+            *seconds = (*seconds - known).max(0.0);
         }
         Ok(model)
-    }
-
-    /// Sequences of `tokens` that run at once.
-    fn seats(&self, tokens: usize) -> usize {
-        let limits = self.engine.limits();
-        let tokens = if limits.policy == Policy::Static { limits.max_model_len } else { tokens };
-        let fit = limits.num_blocks / tokens.div_ceil(limits.block_size).max(1);
-        fit.min(limits.max_num_seqs).min(limits.max_num_batched_tokens)
     }
 
     fn add(&mut self, prompt_len: usize, output_len: usize) {
@@ -97,15 +103,12 @@ impl Calibration<'_> {
         Ok(())
     }
 
-    /// Seconds of a step that computes a prompt: the median of `times`.
-    fn prompt(&mut self, tokens: usize, times: usize) -> Result<f64, EngineError> {
-        let mut seconds = Vec::new();
-        for _ in 0..times {
-            self.add(tokens, 1);
-            seconds.push(self.step()?.0.as_secs_f64());
-            self.finish()?;
-        }
-        Ok(median(&seconds))
+    /// Seconds of a step that computes a prompt.
+    fn prompt(&mut self, tokens: usize) -> Result<f64, EngineError> {
+        self.add(tokens, 1);
+        let seconds = self.step()?.0.as_secs_f64();
+        self.finish()?;
+        Ok(seconds)
     }
 
     /// Seconds of the second step of a prompt.
@@ -117,38 +120,32 @@ impl Calibration<'_> {
         Ok(seconds)
     }
 
-    /// Seconds of a step in which `rows` sequences decode: the median of several.
+    /// Seconds of a step in which `rows` sequences decode: the shortest of several. Infinite: so
+    /// many never do, for want of blocks or because the first end before the last begin.
     fn decode(&mut self, rows: usize, prompt_len: usize) -> Result<f64, EngineError> {
+        let limits = self.engine.limits();
         // Those whose prompts come first go on decoding until the last one has joined them.
-        let budget = self.engine.limits().max_num_batched_tokens;
-        let room = self.engine.limits().max_model_len - prompt_len;
-        let prompt_steps = (rows * prompt_len).div_ceil(budget.saturating_sub(rows).max(1));
-        let output_len = (prompt_steps + DECODE_STEPS + 2).min(room);
+        let prompt_budget = limits.max_num_batched_tokens.saturating_sub(rows).max(1);
+        let prompt_steps = (rows * prompt_len).div_ceil(prompt_budget);
+        let output_len = (prompt_steps + DECODE_STEPS).min(limits.max_model_len - prompt_len);
+        let blocks = (prompt_len + output_len).div_ceil(limits.block_size);
+        if rows * blocks > limits.num_blocks {
+            return Ok(f64::INFINITY);
+        }
         for _ in 0..rows {
             self.add(prompt_len, output_len);
         }
-        let mut seconds = Vec::new();
+        let mut seconds = f64::INFINITY;
         let mut all_decode = false;
-        while self.engine.num_unfinished() > 0 && seconds.len() < DECODE_STEPS {
+        while self.engine.num_unfinished() > 0 {
             let (time, tokens) = self.step()?;
             if all_decode && tokens == rows {
-                seconds.push(time.as_secs_f64());
+                seconds = seconds.min(time.as_secs_f64());
             }
             all_decode |= tokens == rows;
         }
-        self.finish()?;
-        Ok(median(&seconds))
+        Ok(seconds)
     }
-}
-
-/// Tokens that one sequence may have.
-fn limits_of_pool(engine: &Engine) -> usize {
-    let limits = engine.limits();
-    (limits.num_blocks * limits.block_size).saturating_sub(1)
-}
-
-fn median(values: &[f64]) -> f64 {
-    percentile(values, 50.0).unwrap_or(0.0)
 }
 
 /// 1, 2, 4, … and `most`; nothing for 0.
@@ -165,7 +162,7 @@ mod tests {
 
     #[test]
     fn the_last_point_is_the_limit() {
-        assert_eq!(powers_of_two(0), []);
+        assert!(powers_of_two(0).is_empty());
         assert_eq!(powers_of_two(1), [1]);
         assert_eq!(powers_of_two(8), [1, 2, 4, 8]);
         assert_eq!(powers_of_two(9), [1, 2, 4, 8, 9]);

@@ -211,12 +211,15 @@ impl Dataset {
                 at_s -= (1.0 - random.unit()).ln() / rate;
             }
         }
-        requests.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
         for (i, request) in requests.iter().enumerate() {
             let id = engine.add_request(request.request.clone()).map_err(refusal);
-            let id = id.with_context(|| format!("request {}", i + 1))?;
-            engine.abort(id);
+            let name = || match self {
+                Dataset::Lines(items) => format!("line {} of the input", items[i].number),
+                Dataset::Random { .. } => format!("request {}", i + 1),
+            };
+            engine.abort(id.with_context(name)?);
         }
+        requests.sort_by(|a, b| a.at_s.total_cmp(&b.at_s));
         Ok(requests)
     }
 }

@@ -24,6 +24,8 @@ pub struct Sample {
     pub request: usize,
     /// Tokens of its prompt.
     pub prompt_tokens: usize,
+    /// Those of them that came from the prefix cache when it was first admitted.
+    pub cached_tokens: usize,
     /// Tokens of its output.
     pub output_tokens: usize,
     /// Arrival → first time in a step, in ms.
@@ -179,6 +181,7 @@ impl Driver<'_> {
             self.measured.samples.push(Sample {
                 request: live.request,
                 prompt_tokens: output.prompt_token_ids.len(),
+                cached_tokens: output.metrics.num_cached_tokens,
                 output_tokens: output.token_ids.len(),
                 queue_ms: output.metrics.queue.map(ms),
                 ttft_ms: output.metrics.ttft.map(ms),

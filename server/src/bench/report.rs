@@ -6,6 +6,7 @@ use super::drive::{KvPoint, Measured, Sample};
 use super::machine::{BackendReport, Machine};
 use super::predict::{Schedule, StepModel};
 use super::stats::{Distribution, mean};
+use crate::memory::PlanJson;
 use quire_engine::scheduler::SchedulerConfig;
 use serde::Serialize;
 use serde_json::Value;
@@ -29,6 +30,9 @@ pub struct Report {
     pub request_rate: Option<f64>,
     /// Where.
     pub machine: Machine,
+    /// The step times that predictions are made of; null: none are wanted, or the
+    /// context is too short.
+    pub step_model: Option<StepModel>,
     /// One a configuration.
     pub runs: Vec<Run>,
     /// Each later run over the first.
@@ -42,6 +46,8 @@ pub struct Run {
     pub name: String,
     /// The engine's limits.
     pub config: RunConfig,
+    /// Where the memory went, in bytes.
+    pub memory: PlanJson,
     /// What computed.
     pub backend: BackendReport,
     /// Ctrl-C ended it.
@@ -97,7 +103,6 @@ pub struct RunConfig {
     pub block_size: usize,
     pub num_blocks: usize,
     pub num_swap_blocks: usize,
-    pub kv_cache_bytes: usize,
     pub prefix_caching: bool,
     pub async_scheduling: bool,
     pub seed: u64,
@@ -183,8 +188,6 @@ pub struct Prediction {
     pub schedule: Schedule,
     /// Measured over predicted duration.
     pub measured_over_predicted: f64,
-    /// The step times it is made of.
-    pub step_model: StepModel,
 }
 
 /// A run over the first one.
@@ -226,6 +229,8 @@ pub struct RunFacts {
     pub name: String,
     /// The engine's limits.
     pub config: RunConfig,
+    /// Where the memory went.
+    pub memory: PlanJson,
     /// What computed.
     pub backend: BackendReport,
 }
@@ -256,6 +261,7 @@ impl Run {
         Run {
             name: facts.name,
             config: facts.config,
+            memory: facts.memory,
             backend: facts.backend,
             interrupted: measured.interrupted,
             duration,
@@ -293,7 +299,7 @@ impl Run {
 
 impl RunConfig {
     /// Of an engine's `limits`; the rest is in its options.
-    pub fn new(limits: &SchedulerConfig, kv_cache_bytes: usize) -> Self {
+    pub fn new(limits: &SchedulerConfig) -> Self {
         RunConfig {
             policy: super::policy_name(limits.policy),
             max_num_seqs: limits.max_num_seqs,
@@ -302,7 +308,6 @@ impl RunConfig {
             block_size: limits.block_size,
             num_blocks: limits.num_blocks,
             num_swap_blocks: limits.num_swap_blocks,
-            kv_cache_bytes,
             prefix_caching: limits.prefix_cache.is_some(),
             async_scheduling: false,
             seed: 0,
@@ -399,6 +404,7 @@ mod tests {
     use super::super::dataset::greedy;
     use super::*;
     use quire_engine::Request;
+    use quire_engine::memory::MemoryPlan;
     use std::time::Duration;
 
     #[test]
@@ -446,7 +452,8 @@ mod tests {
         let limits = SchedulerConfig::default();
         let facts = RunFacts {
             name: "x".to_owned(),
-            config: RunConfig::new(&limits, 0),
+            config: RunConfig::new(&limits),
+            memory: MemoryPlan::default().into(),
             backend: BackendReport::default(),
         };
         let run = Run::new(facts, &requests, &measured);

@@ -6,11 +6,12 @@ use super::dataset::{BenchRequest, Dataset};
 use super::drive::{self, Measured};
 use super::machine::Machine;
 use super::plot::svg;
-use super::predict::{Limits, Shape, replay};
+use super::predict::{Limits, Shape, StepModel, replay};
 use super::report::{Prediction, Ratio, Report, Run, RunConfig, RunFacts, over};
 use super::table::table;
 use super::{Files, policy_name};
 use crate::generate::request_line::Defaults;
+use crate::memory::PlanJson;
 use crate::output::{Output, to_json};
 use crate::{Outcome, interrupt, load, params};
 use anyhow::Context;
@@ -43,11 +44,15 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
         dataset: dataset.describe(),
         request_rate: args.request_rate,
         machine: Machine::here(),
+        step_model: None,
         runs: Vec::new(),
         ratios: Vec::new(),
     };
+    if !args.no_prediction {
+        report.step_model = step_model(args, &model_files, &dataset, &variants)?;
+    }
     for variant in variants {
-        report.runs.push(run_variant(args, &model_files, &dataset, variant)?);
+        report.runs.push(run_variant(args, &model_files, &dataset, variant, &report.step_model)?);
         if interrupt::requested() {
             break;
         }
@@ -105,21 +110,34 @@ fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
     variants
 }
 
+/// Step times for all of them: what they are is no matter of policy, and a machine that others
+/// use would give each its own. `None`: the context is too short to measure them.
+fn step_model(
+    args: &ThroughputArgs,
+    files: &ModelFiles,
+    dataset: &Dataset,
+    variants: &[Variant],
+) -> anyhow::Result<Option<StepModel>> {
+    let widest = variants.iter().max_by_key(|variant| variant.options.engine.max_num_seqs);
+    let mut options = widest.expect("there is a variant").options.clone();
+    options.engine.policy = Policy::Fcfs;
+    let mut engine = load::load(files, &options)?;
+    // What cannot run is said before the work.
+    dataset.requests(&mut engine, options.engine.seed, args.request_rate)?;
+    calibrate(&mut engine).context("the engine failed")
+}
+
 fn run_variant(
     args: &ThroughputArgs,
     files: &ModelFiles,
     dataset: &Dataset,
     variant: Variant,
+    step_model: &Option<StepModel>,
 ) -> anyhow::Result<Run> {
     let Variant { name, options } = variant;
     let mut engine = load::load(files, &options)?;
     let seed = options.engine.seed;
     let requests = dataset.requests(&mut engine, seed, args.request_rate)?;
-    let model = if args.no_prediction {
-        None
-    } else {
-        Some(calibrate(&mut engine).context("the engine failed")?)
-    };
     let warmup: Vec<BenchRequest> = requests
         .iter()
         .take(args.warmup)
@@ -130,22 +148,21 @@ fn run_variant(
 
     interrupt::catch();
     let measured = drive::run(&mut engine, &requests, &name)?;
-    let limits = engine.limits();
-    let layout =
-        engine.model().kv_layout(limits.num_blocks, limits.block_size, engine.backend().dtype);
-    let kv_cache_bytes = layout.block_bytes().map_or(0, |bytes| bytes * limits.num_blocks);
     let config = RunConfig {
         async_scheduling: options.engine.async_scheduling,
         seed,
-        ..RunConfig::new(limits, kv_cache_bytes)
+        ..RunConfig::new(engine.limits())
     };
-    let facts = RunFacts { name, config, backend: engine.backend().into() };
+    let memory = PlanJson::from(engine.memory().clone());
+    let facts = RunFacts { name, config, memory, backend: engine.backend().into() };
     let mut run = Run::new(facts, &requests, &measured);
-    if let Some(step_model) = model.filter(|_| run.prefix_cache.hits == 0 && !run.interrupted) {
+    let shared = measured.samples.iter().any(|sample| sample.cached_tokens > 0);
+    let predictable = !shared && !run.interrupted;
+    if let Some(step_model) = step_model.as_ref().filter(|_| predictable) {
         let shapes = shapes(&requests, &measured);
         let schedule = replay(&shapes, &replay_limits(&engine), |work| step_model.seconds(work));
         let measured_over_predicted = over(run.duration, schedule.duration_s);
-        run.prediction = Some(Prediction { schedule, measured_over_predicted, step_model });
+        run.prediction = Some(Prediction { schedule, measured_over_predicted });
     }
     Ok(run)
 }

@@ -47,9 +47,6 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     args.sampling.apply(&mut params);
     args.results.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
-    if !(args.quiet || args.json) {
-        load::show(&engine, &options);
-    }
 
     let start = Instant::now();
     let seed = options.engine.seed;
@@ -65,7 +62,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
             run_batch(args, (input, output), (defaults, seed), batch, &mut engine)?
         }
         None => {
-            interrupt::catch();
+            begin(args, &engine);
             let requests = requests(args, &params, seed);
             if args.json {
                 let (name, progress) = ("prompt".to_owned(), Progress::hidden());
@@ -83,6 +80,14 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
         () if tally.any_failed() => Outcome::Failed,
         () => Outcome::Done,
     })
+}
+
+/// What comes before the first request, once nothing can be refused any more.
+fn begin(args: &GenerateArgs, engine: &Engine) {
+    if !(args.quiet || args.json) {
+        load::show(engine, &args.model.load_options());
+    }
+    interrupt::catch();
 }
 
 /// The input and, unless it is standard output, the file for the results.
@@ -125,7 +130,7 @@ fn run_batch(
         }
         None => Resumed::default(),
     };
-    interrupt::catch();
+    begin(args, engine);
     let output = match output {
         Some(file) => file.start(resumed.bytes)?,
         None => Output::stdout(),

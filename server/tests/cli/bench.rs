@@ -29,7 +29,17 @@ fn policies_are_compared_on_the_same_requests() {
 
     assert_eq!(
         names(&report),
-        ["benchmark", "version", "model", "dataset", "request_rate", "machine", "runs", "ratios"]
+        [
+            "benchmark",
+            "version",
+            "model",
+            "dataset",
+            "request_rate",
+            "machine",
+            "step_model",
+            "runs",
+            "ratios"
+        ]
     );
     let [fixed, continuous] = report["runs"].as_array().unwrap().as_slice() else {
         panic!("two runs: {report}")
@@ -113,6 +123,28 @@ fn a_table_has_a_column_a_run_and_shared_prefixes_count_as_hits() {
     let hits = row("Prefix cache hits (%)");
     assert!(hits.iter().all(|percent| percent.parse::<f64>().unwrap() > 0.0), "{hits:?}");
     assert!(!text.contains("Predicted"), "{text}");
+}
+
+#[test]
+fn limits_however_tight_are_no_obstacle() {
+    let few = ["--num-prompts", "3", "--input-len", "5", "--output-len", "3"];
+    let run = |flags: &[&str]| {
+        let report = bench("throughput", &[&few[..], flags].concat());
+        assert_eq!(report["runs"][0]["completed"], 3, "{flags:?}");
+        (report["step_model"].clone(), report["runs"][0]["prediction"].clone())
+    };
+    let (model, prediction) = run(&["--max-model-len", "8"]);
+    assert_eq!((model, prediction), (Value::Null, Value::Null));
+    for tight in [
+        vec!["--max-num-batched-tokens", "1", "--max-model-len", "30"],
+        vec!["--max-num-batched-tokens", "4", "--max-num-seqs", "4", "--max-model-len", "24"],
+        vec!["--num-blocks-override", "3", "--block-size", "8", "--async-scheduling"],
+        vec!["--num-blocks-override", "3", "--policy", "static", "--max-model-len", "48"],
+    ] {
+        let (_, prediction) = run(&tight);
+        let seconds = prediction["duration_s"].as_f64().unwrap();
+        assert!(seconds > 0.0 && seconds < 60.0, "{tight:?}: {prediction}");
+    }
 }
 
 #[test]
