@@ -8,7 +8,9 @@
 //! block size only has to be a multiple of 8.
 
 use crate::buf::{AllocError, Words};
+use crate::ctx::Ctx;
 use crate::dtype::Dtype;
+use crate::ptr::SharedMut;
 
 /// Tokens in a half-group.
 pub(crate) const HALF: usize = 8;
@@ -21,7 +23,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 pub struct KvShape {
     /// Layers.
     pub layers: usize,
-    /// Blocks, each with slots in every layer.
+    /// Blocks, each with slots in every layer; there may be none.
     pub num_blocks: usize,
     /// Tokens in a block, a multiple of 8.
     pub block_size: usize,
@@ -43,7 +45,7 @@ pub enum KvError {
     #[error("head dimension {0} is not a multiple of 16 between 16 and {MAX_HEAD_DIM}")]
     HeadDim(usize),
     /// A count is zero.
-    #[error("a KV cache needs at least one layer, block and head; got {0:?}")]
+    #[error("a KV cache needs at least one layer and head; got {0:?}")]
     Empty(KvShape),
     /// There are more blocks than block tables can name.
     #[error("{0} KV blocks exceed the limit of {max}", max = i32::MAX)]
@@ -65,7 +67,7 @@ impl KvShape {
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(16) || self.head_dim > MAX_HEAD_DIM {
             return Err(KvError::HeadDim(self.head_dim));
         }
-        if self.layers == 0 || self.num_blocks == 0 || self.kv_heads == 0 {
+        if self.layers == 0 || self.kv_heads == 0 {
             return Err(KvError::Empty(*self));
         }
         if i32::try_from(self.num_blocks).is_err() {
@@ -95,11 +97,16 @@ impl KvShape {
         self.head_words() * self.kv_heads
     }
 
+    /// Words of one block in one layer.
+    fn block_words(&self) -> usize {
+        2 * self.side_words()
+    }
+
     /// First word of K of `block` in `layer`; V follows after [`Self::side_words`].
     pub(crate) fn block_start(&self, layer: usize, block: usize) -> usize {
         assert!(layer < self.layers, "layer {layer} of {}", self.layers);
         assert!(block < self.num_blocks, "KV block {block} of {}", self.num_blocks);
-        (layer * self.num_blocks + block) * 2 * self.side_words()
+        (layer * self.num_blocks + block) * self.block_words()
     }
 }
 
@@ -126,32 +133,38 @@ impl KvCache {
         self.words.as_mut_slice().fill(word);
     }
 
-    /// Copies block `src` over block `dst` in every layer.
+    /// Copies blocks (source, destination) in every layer.
     ///
-    /// Panics if either is out of range.
-    pub fn copy_block(&mut self, src: usize, dst: usize) {
-        let len = 2 * self.shape.side_words();
-        for layer in 0..self.shape.layers {
-            let from = self.shape.block_start(layer, src);
-            let to = self.shape.block_start(layer, dst);
-            self.words.as_mut_slice().copy_within(from..from + len, to);
-        }
+    /// Panics if a block is out of range, or if a destination is named twice or is also a source.
+    pub fn copy_blocks(&mut self, ctx: &Ctx, pairs: &[(u32, u32)]) {
+        let destinations = distinct_destinations(pairs);
+        let is_destination = |block| destinations.binary_search(&block).is_ok();
+        assert!(!pairs.iter().any(|pair| is_destination(pair.0)), "overlapping copies {pairs:?}");
+        let shape = self.shape;
+        let words = SharedMut::new(self.words.as_mut_slice());
+        for_pairs(ctx, &shape, pairs, |layer, src, dst| {
+            let (from, to) = (shape.block_start(layer, src), shape.block_start(layer, dst));
+            // SAFETY: no destination is a source, and each is written once.
+            unsafe { words.copy(from, to, shape.block_words()) };
+        });
     }
 
-    /// Copies block `src` of `other`, a cache of the same kind, over block `dst` in every layer:
-    /// swapping between a device pool and a host pool.
+    /// Copies blocks (of `source`, of this cache) in every layer: swapping between a device pool
+    /// and a host pool.
     ///
-    /// Panics if a block is out of range or the caches differ in more than their block count.
-    pub fn copy_block_from(&mut self, other: &Self, src: usize, dst: usize) {
-        let alike = KvShape { num_blocks: self.shape.num_blocks, ..other.shape };
+    /// Panics if a block is out of range, if a destination is named twice or if the caches differ
+    /// in more than their number of blocks.
+    pub fn copy_blocks_from(&mut self, ctx: &Ctx, source: &Self, pairs: &[(u32, u32)]) {
+        let alike = KvShape { num_blocks: self.shape.num_blocks, ..source.shape };
         assert_eq!(self.shape, alike, "copying between KV caches of different shapes");
-        let len = 2 * self.shape.side_words();
-        for layer in 0..self.shape.layers {
-            let from = other.shape.block_start(layer, src);
-            let to = self.shape.block_start(layer, dst);
-            self.words.as_mut_slice()[to..to + len]
-                .copy_from_slice(&other.words.as_slice()[from..from + len]);
-        }
+        distinct_destinations(pairs);
+        let (shape, len) = (self.shape, self.shape.block_words());
+        let words = SharedMut::new(self.words.as_mut_slice());
+        for_pairs(ctx, &shape, pairs, |layer, src, dst| {
+            let from = &source.words()[source.shape.block_start(layer, src)..][..len];
+            // SAFETY: each destination is written once.
+            unsafe { words.slice(shape.block_start(layer, dst), len) }.copy_from_slice(from);
+        });
     }
 
     /// Reads the key of one token and head, `[head_dim]`.
@@ -204,9 +217,36 @@ impl KvCache {
     }
 }
 
+/// The destinations in order. Panics if one is named twice.
+fn distinct_destinations(pairs: &[(u32, u32)]) -> Vec<u32> {
+    let mut destinations: Vec<u32> = pairs.iter().map(|pair| pair.1).collect();
+    destinations.sort_unstable();
+    assert!(
+        destinations.windows(2).all(|pair| pair[0] < pair[1]),
+        "two copies over one block in {pairs:?}"
+    );
+    destinations
+}
+
+/// Calls `f(layer, source, destination)` for every pair in every layer, on all workers.
+fn for_pairs(
+    ctx: &Ctx,
+    shape: &KvShape,
+    pairs: &[(u32, u32)],
+    f: impl Fn(usize, usize, usize) + Sync,
+) {
+    ctx.for_rows(shape.layers * pairs.len(), shape.block_words(), |start, end| {
+        for item in start..end {
+            let (src, dst) = pairs[item % pairs.len()];
+            f(item / pairs.len(), src as usize, dst as usize);
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::isa::Isa;
 
     const SHAPE: KvShape = KvShape {
         layers: 2,
@@ -233,20 +273,40 @@ mod tests {
 
     #[test]
     fn block_copies_cover_every_layer_and_nothing_else() {
+        let ctx = Ctx::new(Isa::Portable, 2).unwrap();
         let mut cache = KvCache::new(SHAPE).unwrap();
         for (i, word) in cache.words_mut().iter_mut().enumerate() {
             *word = i as u32;
         }
-        let mut host = KvCache::new(KvShape { num_blocks: 1, ..SHAPE }).unwrap();
-        host.copy_block_from(&cache, 2, 0);
+        let mut host = KvCache::new(KvShape { num_blocks: 2, ..SHAPE }).unwrap();
+        host.copy_blocks_from(&ctx, &cache, &[(2, 0), (0, 1)]);
         let before = cache.words().to_vec();
-        cache.copy_block(2, 0);
-        let len = 2 * SHAPE.side_words();
+        cache.copy_blocks(&ctx, &[(2, 0)]);
+        let len = SHAPE.block_words();
         for layer in 0..2 {
             let at = |block| SHAPE.block_start(layer, block);
             assert_eq!(cache.words()[at(0)..][..len], before[at(2)..][..len]);
             assert_eq!(cache.words()[at(1)..][..2 * len], before[at(1)..][..2 * len]);
-            assert_eq!(host.words()[layer * len..][..len], before[at(2)..][..len]);
+            assert_eq!(host.words()[2 * layer * len..][..len], before[at(2)..][..len]);
+            assert_eq!(host.words()[(2 * layer + 1) * len..][..len], before[at(0)..][..len]);
+        }
+    }
+
+    #[test]
+    fn a_cache_without_blocks_takes_no_memory() {
+        let ctx = Ctx::new(Isa::Portable, 1).unwrap();
+        let mut host = KvCache::new(KvShape { num_blocks: 0, ..SHAPE }).unwrap();
+        assert_eq!(host.words().len(), 0);
+        host.copy_blocks_from(&ctx, &KvCache::new(SHAPE).unwrap(), &[]);
+    }
+
+    #[test]
+    fn copies_whose_order_matters_are_refused() {
+        let ctx = Ctx::new(Isa::Portable, 2).unwrap();
+        for pairs in [[(0, 1), (2, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 2)]] {
+            let mut cache = KvCache::new(SHAPE).unwrap();
+            let copy = std::panic::AssertUnwindSafe(|| cache.copy_blocks(&ctx, &pairs));
+            assert!(std::panic::catch_unwind(copy).is_err(), "{pairs:?}");
         }
     }
 }

@@ -35,4 +35,23 @@ impl<'a, T> SharedMut<'a, T> {
         // SAFETY: in bounds, and disjoint from other parts by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
+
+    /// Copies elements `from..from + len` over `to..to + len`.
+    ///
+    /// # Safety
+    /// The parts do not overlap; nobody writes the first or uses the second meanwhile.
+    pub(crate) unsafe fn copy(self, from: usize, to: usize, len: usize)
+    where
+        T: Copy,
+    {
+        for part in [from, to] {
+            assert!(
+                part <= self.len && len <= self.len - part,
+                "part {part}+{len} of {} elements",
+                self.len
+            );
+        }
+        // SAFETY: in bounds, and disjoint from each other and from other parts by the contract.
+        unsafe { self.start.add(from).copy_to_nonoverlapping(self.start.add(to), len) };
+    }
 }

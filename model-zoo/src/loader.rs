@@ -225,7 +225,7 @@ impl ModelFiles {
             Decoder::load(&self.spec, self.source.as_ref(), &mut backend, &limits, progress)?;
         let dtype = backend.info().dtype;
         let layout = self.info().kv_layout(sizes.num_blocks, sizes.block_size, dtype);
-        Ok(Box::new(ModelRunner::new(backend, model, layout)?))
+        Ok(Box::new(ModelRunner::new(backend, model, layout, 0)?))
     }
 }
 

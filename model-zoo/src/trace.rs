@@ -58,6 +58,7 @@ impl<B: Backend> Backend for Traced<B> {
     type Matrix = B::Matrix;
     type Vector = B::Vector;
     type KvCache = B::KvCache;
+    type HostCache = B::HostCache;
 
     fn info(&self) -> BackendInfo {
         self.inner.info()
@@ -88,6 +89,40 @@ impl<B: Backend> Backend for Traced<B> {
 
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<B::KvCache, BackendError> {
         self.inner.kv_cache(layout)
+    }
+
+    fn host_cache(
+        &mut self,
+        layout: &KvLayout,
+        num_blocks: usize,
+    ) -> Result<B::HostCache, BackendError> {
+        self.inner.host_cache(layout, num_blocks)
+    }
+
+    fn copy_blocks(
+        &mut self,
+        kv: &mut B::KvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        self.inner.copy_blocks(kv, pairs)
+    }
+
+    fn swap_out(
+        &mut self,
+        kv: &B::KvCache,
+        host: &mut B::HostCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        self.inner.swap_out(kv, host, pairs)
+    }
+
+    fn swap_in(
+        &mut self,
+        kv: &mut B::KvCache,
+        host: &B::HostCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        self.inner.swap_in(kv, host, pairs)
     }
 
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError> {

@@ -249,14 +249,25 @@ impl AttentionCase {
         }
     }
 
-    /// The block table of each of `seqs`, in shuffled order, and the size of the pool.
-    fn tables(&self, seqs: &[usize]) -> (Vec<Vec<i32>>, usize) {
+    /// The blocks of `seqs`, in shuffled order.
+    fn tables(&self, seqs: &[usize]) -> Tables {
         let blocks = |seq: usize| self.len(seq).div_ceil(self.block_size);
-        let total = seqs.iter().map(|&s| blocks(s)).sum::<usize>() + 3;
-        let mut ids: Vec<i32> = (0..total as i32).collect();
+        let num_blocks = seqs.iter().map(|&s| blocks(s)).sum::<usize>() + 3;
+        let mut ids: Vec<i32> = (0..num_blocks as i32).collect();
         Rng::new(self.block_seed).shuffle(&mut ids);
         let tables = seqs.iter().map(|&s| ids.split_off(ids.len() - blocks(s))).collect();
-        (tables, total)
+        Tables { tables, unused: ids, num_blocks }
+    }
+
+    fn kv_layout(&self, num_blocks: usize, dtype: DType) -> KvLayout {
+        KvLayout {
+            num_layers: LAYERS,
+            num_blocks,
+            block_size: self.block_size,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            dtype,
+        }
     }
 
     /// The input of one step and, for each of its tokens, the sequence and position.
@@ -290,36 +301,92 @@ impl AttentionCase {
     }
 }
 
-/// A cache for `case` in which everything is NaN.
-fn poisoned_cache<B: Backend<KvCache: Poison>>(
-    h: &mut Harness<B>,
-    case: &AttentionCase,
+/// Where the sequences of a case lie.
+struct Tables {
+    /// Blocks of each sequence.
+    tables: Vec<Vec<i32>>,
+    /// Blocks of none.
+    unused: Vec<i32>,
+    /// Size of the pool.
     num_blocks: usize,
-) -> B::KvCache {
-    let layout = KvLayout {
-        num_layers: LAYERS,
-        num_blocks,
-        block_size: case.block_size,
-        num_kv_heads: case.num_kv_heads,
-        head_dim: case.head_dim,
-        dtype: h.dtype(),
-    };
-    let mut kv = h.backend.kv_cache(&layout).expect("a small KV cache");
-    kv.poison();
-    kv
+}
+
+impl Tables {
+    /// Swaps every block of every sequence out, loses what the pool held, and swaps them in
+    /// elsewhere.
+    fn swap<B: Backend<KvCache: Poison>>(
+        &mut self,
+        h: &mut Harness<B>,
+        layout: &KvLayout,
+        kv: &mut B::KvCache,
+    ) {
+        let mut host = h.backend.host_cache(layout, self.num_blocks).expect("a small host cache");
+        let mut places: Vec<u32> = (0..self.num_blocks as u32).collect();
+        Rng::new(self.tables[0][0] as u64).shuffle(&mut places);
+        let blocks = self.tables.iter().flatten().map(|&block| block as u32);
+        let out: Vec<_> = blocks.map(|block| (block, places[block as usize])).collect();
+        h.backend.swap_out(kv, &mut host, &out).expect("a swap");
+        kv.poison();
+        places.rotate_left(1);
+        let back: Vec<_> = out.iter().map(|&(block, at)| (at, places[block as usize])).collect();
+        h.backend.swap_in(kv, &host, &back).expect("a swap");
+        let moved = |block: &mut i32| *block = places[*block as usize] as i32;
+        self.tables.iter_mut().flatten().for_each(moved);
+        self.unused.iter_mut().for_each(moved);
+    }
+
+    /// Overwrites the blocks with NaN that have left the windows of the step.
+    fn free<B: Backend>(
+        &self,
+        h: &mut Harness<B>,
+        case: &AttentionCase,
+        kv: &mut B::KvCache,
+        (input, null): (&mut ForwardInput, bool),
+    ) {
+        let Some(window) = case.window else { return };
+        for seq in 0..input.num_seqs() {
+            let start = input.positions[input.query_start_loc[seq] as usize];
+            let freed = (start + 1).saturating_sub(window) as usize / case.block_size;
+            let freed = &mut input.block_table[seq * input.max_blocks..][..freed];
+            let nan = self.unused[0] as u32;
+            let pairs: Vec<_> = freed.iter().map(|&block| (nan, block as u32)).collect();
+            h.backend.copy_blocks(kv, &pairs).expect("a copy");
+            if null {
+                freed.fill(-1);
+            }
+        }
+    }
+}
+
+/// What happens between writing and attending, none of which may change a bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Meanwhile {
+    /// Nothing.
+    Nothing,
+    /// Other data is given with slot −1 throughout.
+    Rewrite,
+    /// The blocks that have left the window are overwritten with NaN, and the table either still
+    /// names them or is `null`, −1, there.
+    Free {
+        /// −1.
+        null: bool,
+    },
+    /// All blocks are swapped out and come back into others.
+    Swap,
 }
 
 /// Writes K and V of the given sequences and attends, over a cache that was NaN. One result for
-/// each sequence, `[len, Hq·D]`. With `rewrite`, other data is given with slot −1 throughout before
-/// attention reads, which must change nothing.
+/// each sequence, `[len, Hq·D]`.
 pub fn attention<B: Backend<KvCache: Poison>>(
     h: &mut Harness<B>,
     case: &AttentionCase,
     seqs: &[usize],
-    rewrite: bool,
+    meanwhile: Meanwhile,
 ) -> Vec<Rows> {
-    let (tables, num_blocks) = case.tables(seqs);
-    let mut kv = poisoned_cache(h, case, num_blocks);
+    let mut tables = case.tables(seqs);
+    let layout = case.kv_layout(tables.num_blocks, h.dtype());
+    let mut kv = h.backend.kv_cache(&layout).expect("a small KV cache");
+    kv.poison();
     let rope = case.rope(h);
     let norms = case.qk_norm.then(|| {
         let weights = |name| Rng::named(case.seed, name).floats(case.head_dim, 1.5);
@@ -330,7 +397,7 @@ pub fn attention<B: Backend<KvCache: Poison>>(
     let mut results: Vec<Vec<f32>> = vec![Vec::new(); case.seqs.len()];
     let steps = seqs.iter().map(|&s| case.seqs[s].len()).max().unwrap_or(0);
     for chunk in 0..steps {
-        let (mut input, owners) = case.step(seqs, &tables, chunk);
+        let (mut input, owners) = case.step(seqs, &tables.tables, chunk);
         let tokens = owners.len();
         let rows = owners.iter().flat_map(|&(seq, position)| case.qkv(seq, position)).collect();
         let rows = Rows::new(rows, width + 2 * case.num_kv_heads * case.head_dim);
@@ -343,13 +410,22 @@ pub fn attention<B: Backend<KvCache: Poison>>(
             h.backend.qk_norm_rope_write_kv(&qkv, &args, &mut kv, &mut q);
         };
         write(h, &rows, &input);
-        if rewrite {
+        if meanwhile == Meanwhile::Rewrite {
             input.slot_mapping.fill(-1);
             let other = Rows::new(rows.data.iter().map(|x| -x).collect(), rows.cols);
             write(h, &other, &input);
             // The queries come last; what attention reads is what the first write left.
             write(h, &rows, &input);
         }
+        if meanwhile == Meanwhile::Swap {
+            tables.swap(h, &layout, &mut kv);
+            input = case.step(seqs, &tables.tables, chunk).0;
+        }
+        if let Meanwhile::Free { null } = meanwhile {
+            tables.free(h, case, &mut kv, (&mut input, null));
+        }
+        input.check(case.block_size, tables.num_blocks);
+        h.begin(&input);
         let mut out = h.tensor(tokens, width, TensorKind::Compute);
         let scale = (case.head_dim as f32).sqrt().recip();
         let args = AttentionArgs { layer, num_heads, scale, window: case.window };

@@ -193,7 +193,7 @@ impl TinyModel {
         let model = Decoder::load(&self.spec, self, &mut backend, limits, &mut |_| ())
             .expect("the weights fit the spec");
         let layout = model_info(&self.spec).kv_layout(num_blocks, block_size, dtype);
-        let mut runner = ModelRunner::new(backend, model, layout).expect("a small KV cache");
+        let mut runner = ModelRunner::new(backend, model, layout, 0).expect("a small KV cache");
         runner.parts_mut().1.poison();
         Box::new(runner)
     }
@@ -223,15 +223,22 @@ impl WeightSource for TinyModel {
     }
 }
 
-/// A KV cache that tests can fill with NaN.
+/// A KV cache that tests can fill with NaN and look into.
 pub trait Poison {
     /// Sets every key and value to NaN.
     fn poison(&mut self);
+
+    /// The bits of every key and value of a block, in all layers.
+    fn block_bits(&self, block: u32) -> Vec<u32>;
 }
 
 impl Poison for RefKvCache {
     fn poison(&mut self) {
         self.fill(f32::NAN);
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        self.block_values(block).map(f32::to_bits).collect()
     }
 }
 
@@ -239,6 +246,23 @@ impl Poison for quire_kernels_cpu::KvCache {
     fn poison(&mut self) {
         // NaN as one f32 and as two bf16.
         self.fill(0xFFFF_FFFF);
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        let shape = *self.shape();
+        let (block, mut bits) = (block as usize, Vec::new());
+        let mut head_values = vec![0.0; shape.head_dim];
+        for layer in 0..shape.layers {
+            for (head, slot) in (0..shape.kv_heads * shape.block_size)
+                .map(|i| (i / shape.block_size, i % shape.block_size))
+            {
+                self.read_k(layer, block, slot, head, &mut head_values);
+                bits.extend(head_values.iter().map(|x| x.to_bits()));
+                self.read_v(layer, block, slot, head, &mut head_values);
+                bits.extend(head_values.iter().map(|x| x.to_bits()));
+            }
+        }
+        bits
     }
 }
 

@@ -3,7 +3,7 @@
 
 use quire_engine::engine::{LlmError, TextConfig};
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{BackendError, BackendInfo, ForwardInput, KvLayout};
+use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, ForwardInput, KvLayout};
 use quire_engine::runner::{Executor, ExecutorOutput};
 use quire_engine::sampling::{NumLogprobs, RowError, SampleOutput, SamplingBatch};
 use quire_engine::text::Tokenizer;
@@ -45,6 +45,14 @@ impl Executor for Failing {
 
     fn kv_layout(&self) -> &KvLayout {
         self.inner.kv_layout()
+    }
+
+    fn num_swap_blocks(&self) -> usize {
+        self.inner.num_swap_blocks()
+    }
+
+    fn transfer(&mut self, transfers: &BlockTransfers) -> Result<(), BackendError> {
+        self.inner.transfer(transfers)
     }
 
     fn execute(

@@ -7,7 +7,7 @@ use quire_engine::DType;
 use quire_engine::backend::{CpuBackend, ReferenceBackend};
 use quire_engine::ops::{Backend, MatrixLayout, TensorKind};
 use quire_engine::sampling::{RowTarget, SamplingBatch, SamplingRow, SeenToken};
-use quire_tests::conformance::{self, AttentionCase, GemmCase, assert_bits};
+use quire_tests::conformance::{self, AttentionCase, GemmCase, Meanwhile, assert_bits};
 use quire_tests::fixtures::{Poison, every_path};
 use quire_tests::harness::{Harness, Rows, row_input};
 use quire_tests::rng::Rng;
@@ -78,17 +78,37 @@ fn check_attention(case: &AttentionCase) {
         ..case.clone()
     };
     for dtype in DTYPES {
-        let want = conformance::attention(&mut reference(dtype), case, &seqs, false);
+        let mut r = reference(dtype);
+        let want = conformance::attention(&mut r, case, &seqs, Meanwhile::Nothing);
+        check_transfers("reference", &mut r, case, &want);
         for ((name, mut two), (_, mut one)) in cpus(dtype, 2).into_iter().zip(cpus(dtype, 1)) {
-            let batch = conformance::attention(&mut two, case, &seqs, true);
-            let other = conformance::attention(&mut one, &whole, &seqs, false);
+            let batch = conformance::attention(&mut two, case, &seqs, Meanwhile::Rewrite);
+            let other = conformance::attention(&mut one, &whole, &seqs, Meanwhile::Nothing);
             for (seq, want) in want.iter().enumerate() {
                 conformance::assert_attention(dtype, &batch[seq], want);
                 assert_bits(&format!("{name}, whole, sequence {seq}"), &other[seq], &batch[seq]);
             }
             let last = seqs.len() - 1;
-            let alone = conformance::attention(&mut one, case, &[last], false);
+            let alone = conformance::attention(&mut one, case, &[last], Meanwhile::Nothing);
             assert_bits(&format!("{name}, sequence alone"), &alone[0], &batch[last]);
+            check_transfers(&name, &mut two, case, &batch);
+        }
+    }
+}
+
+/// Swapped blocks, and freed ones where there is a window, leave every sequence the bits of `want`.
+fn check_transfers<B: Backend<KvCache: Poison>>(
+    name: &str,
+    h: &mut Harness<B>,
+    case: &AttentionCase,
+    want: &[Rows],
+) {
+    let seqs: Vec<usize> = (0..case.seqs.len()).collect();
+    let free = case.window.map(|_| [false, true].map(|null| Meanwhile::Free { null }));
+    for meanwhile in free.into_iter().flatten().chain([Meanwhile::Swap]) {
+        let got = conformance::attention(h, case, &seqs, meanwhile);
+        for (seq, (got, want)) in got.iter().zip(want).enumerate() {
+            assert_bits(&format!("{name}, {meanwhile:?}, sequence {seq}"), got, want);
         }
     }
 }
@@ -173,6 +193,27 @@ fn splits_and_windows() {
             seqs: vec![vec![100, 100, 55, 1, 1, 1], vec![3, 60], vec![120, 120, 30]],
             seed: 3,
             block_seed: 4,
+        });
+    }
+}
+
+/// Single tokens whose window begins at every offset of a block and of a tile of 16 keys: whichever
+/// block has just left the window is not looked at.
+#[test]
+fn blocks_are_freed_as_soon_as_no_row_sees_them() {
+    for (block_size, window) in [(8, 1), (8, 9), (8, 24), (16, 16), (16, 17), (32, 5)] {
+        check_attention(&AttentionCase {
+            num_kv_heads: 1,
+            group: 2,
+            head_dim: 16,
+            block_size,
+            window: Some(window),
+            rot_dim: 16,
+            interleaved: false,
+            qk_norm: false,
+            seqs: vec![[vec![23], vec![1; 34]].concat(), vec![30, 7, 13]],
+            seed: 5,
+            block_seed: 6,
         });
     }
 }

@@ -52,6 +52,27 @@ impl CpuBackend {
             DType::Bf16 => Dtype::Bf16,
         }
     }
+
+    /// `num_blocks` blocks of `layout`.
+    fn blocks(
+        &self,
+        layout: &KvLayout,
+        num_blocks: usize,
+        what: &str,
+    ) -> Result<KvCache, BackendError> {
+        let shape = KvShape {
+            layers: layout.num_layers,
+            num_blocks,
+            block_size: layout.block_size,
+            kv_heads: layout.num_kv_heads,
+            head_dim: layout.head_dim,
+            dtype: self.kernel_dtype(),
+        };
+        KvCache::new(shape).map_err(|e| match e {
+            kernels::KvError::Alloc(e) => out_of_memory(what, e.bytes),
+            e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
+        })
+    }
 }
 
 /// `[rows, cols]`: f32, or words of the backend's dtype.
@@ -109,6 +130,7 @@ impl Backend for CpuBackend {
     type Matrix = CpuMatrix;
     type Vector = Vec<f32>;
     type KvCache = KvCache;
+    type HostCache = KvCache;
 
     fn info(&self) -> BackendInfo {
         BackendInfo {
@@ -176,18 +198,40 @@ impl Backend for CpuBackend {
     }
 
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<KvCache, BackendError> {
-        let shape = KvShape {
-            layers: layout.num_layers,
-            num_blocks: layout.num_blocks,
-            block_size: layout.block_size,
-            kv_heads: layout.num_kv_heads,
-            head_dim: layout.head_dim,
-            dtype: self.kernel_dtype(),
-        };
-        KvCache::new(shape).map_err(|e| match e {
-            kernels::KvError::Alloc(e) => out_of_memory("the KV cache", e.bytes),
-            e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
-        })
+        self.blocks(layout, layout.num_blocks, "the KV cache")
+    }
+
+    fn host_cache(
+        &mut self,
+        layout: &KvLayout,
+        num_blocks: usize,
+    ) -> Result<KvCache, BackendError> {
+        self.blocks(layout, num_blocks, "the swapped-out KV blocks")
+    }
+
+    fn copy_blocks(&mut self, kv: &mut KvCache, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
+        kv.copy_blocks(&self.ctx, pairs);
+        Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        kv: &KvCache,
+        host: &mut KvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        host.copy_blocks_from(&self.ctx, kv, pairs);
+        Ok(())
+    }
+
+    fn swap_in(
+        &mut self,
+        kv: &mut KvCache,
+        host: &KvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        kv.copy_blocks_from(&self.ctx, host, pairs);
+        Ok(())
     }
 
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError> {

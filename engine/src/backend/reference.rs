@@ -77,6 +77,31 @@ pub struct RefKvCache {
 }
 
 impl RefKvCache {
+    fn new(layout: KvLayout) -> Self {
+        let blocks = layout.num_layers * layout.num_blocks;
+        let block = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim;
+        RefKvCache { data: vec![0.0; blocks * block], layout }
+    }
+
+    /// All elements of a block in one layer.
+    fn block(&self, layer: usize, block: u32) -> Range<usize> {
+        let l = &self.layout;
+        assert!((block as usize) < l.num_blocks && layer < l.num_layers);
+        let len = 2 * l.num_kv_heads * l.block_size * l.head_dim;
+        let start = (layer * l.num_blocks + block as usize) * len;
+        start..start + len
+    }
+
+    /// Copies blocks (of `source`, of this cache) in every layer.
+    fn copy_from(&mut self, source: &RefKvCache, pairs: &[(u32, u32)]) {
+        for &(from, to) in pairs {
+            for layer in 0..self.layout.num_layers {
+                let to = self.block(layer, to);
+                self.data[to].copy_from_slice(&source.data[source.block(layer, from)]);
+            }
+        }
+    }
+
     /// The vector of `kv` (0 = key, 1 = value) of one head at a slot.
     fn at(&self, layer: usize, kv: usize, head: usize, slot: usize) -> Range<usize> {
         let l = &self.layout;
@@ -85,6 +110,12 @@ impl RefKvCache {
         let index = (layer * l.num_blocks + block) * 2 + kv;
         let index = (index * l.num_kv_heads + head) * l.block_size + offset;
         index * l.head_dim..(index + 1) * l.head_dim
+    }
+
+    /// Every key and value of a block, layer by layer: for tests.
+    pub fn block_values(&self, block: u32) -> impl Iterator<Item = f32> {
+        let layers = 0..self.layout.num_layers;
+        layers.flat_map(move |layer| self.data[self.block(layer, block)].iter().copied())
     }
 
     /// Overwrites every element: for tests that nothing stale is read.
@@ -129,6 +160,7 @@ impl Backend for ReferenceBackend {
     type Matrix = RefMatrix;
     type Vector = Vec<f32>;
     type KvCache = RefKvCache;
+    type HostCache = RefKvCache;
 
     fn info(&self) -> BackendInfo {
         BackendInfo {
@@ -169,13 +201,49 @@ impl Backend for ReferenceBackend {
     }
 
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<RefKvCache, BackendError> {
-        let elements = layout.num_layers
-            * layout.num_blocks
-            * 2
-            * layout.num_kv_heads
-            * layout.block_size
-            * layout.head_dim;
-        Ok(RefKvCache { data: vec![0.0; elements], layout: layout.clone() })
+        Ok(RefKvCache::new(layout.clone()))
+    }
+
+    fn host_cache(
+        &mut self,
+        layout: &KvLayout,
+        num_blocks: usize,
+    ) -> Result<RefKvCache, BackendError> {
+        Ok(RefKvCache::new(KvLayout { num_blocks, ..layout.clone() }))
+    }
+
+    fn copy_blocks(
+        &mut self,
+        kv: &mut RefKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        for &(from, to) in pairs {
+            for layer in 0..kv.layout.num_layers {
+                let (from, to) = (kv.block(layer, from), kv.block(layer, to));
+                kv.data.copy_within(from, to.start);
+            }
+        }
+        Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        kv: &RefKvCache,
+        host: &mut RefKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        host.copy_from(kv, pairs);
+        Ok(())
+    }
+
+    fn swap_in(
+        &mut self,
+        kv: &mut RefKvCache,
+        host: &RefKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        kv.copy_from(host, pairs);
+        Ok(())
     }
 
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError> {
@@ -302,7 +370,11 @@ impl Backend for ReferenceBackend {
         out.resize(q.rows);
         for s in 0..self.step.num_seqs() {
             let table = &self.step.block_table[s * self.step.max_blocks..][..self.step.max_blocks];
-            let slot = |j: usize| table[j / block_size] as usize * block_size + j % block_size;
+            let slot = |j: usize| {
+                let block = table[j / block_size];
+                assert!(block >= 0, "sequence {s}: block table entry {block} at position {j}");
+                block as usize * block_size + j % block_size
+            };
             let tokens = self.step.query_start_loc[s]..self.step.query_start_loc[s + 1];
             for t in tokens.map(|t| t as usize) {
                 let position = self.step.positions[t] as usize;

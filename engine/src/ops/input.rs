@@ -1,6 +1,7 @@
-//! The ragged input of one step and the layout of the KV cache.
+//! The ragged input of one step, the block transfers before it and the layout of the KV cache.
 
 use super::DType;
+use std::collections::HashSet;
 
 /// Input of one step: `S` sequences, `T` tokens in all, `R` rows that need logits.
 ///
@@ -20,6 +21,12 @@ pub struct ForwardInput {
     /// `[S]` tokens in the cache once this step has written.
     pub seq_lens: Vec<i32>,
     /// `[S, max_blocks]` block ids in order; unused entries −1.
+    ///
+    /// So may be the first entries of a row (freed blocks): those of blocks that end at or before
+    /// the first position that the sequence's first token of the step sees in any layer,
+    /// `(b + 1) · block_size ≤ positions[query_start_loc[s]] + 1 − window` with the largest window
+    /// of the model. That is exact to the block for every block size; a block of which any slot is
+    /// seen is kept whole.
     pub block_table: Vec<i32>,
     /// Row length of `block_table`.
     pub max_blocks: usize,
@@ -67,6 +74,63 @@ impl ForwardInput {
             assert!(query >= 1 && len >= query, "sequence {i}: query {query}, seq_len {len}");
             let used = (len as usize).div_ceil(block_size);
             assert!(used <= self.max_blocks, "sequence {i}: {used} blocks");
+            let row = &self.block_table[i * self.max_blocks..][..used];
+            // Freed blocks come first and hold nothing that this step writes. Attention, which
+            // knows the window of its layer, refuses one that it would have to read.
+            let freed = row.iter().take_while(|&&block| block == -1).count();
+            let writes = (len - query) as usize / block_size;
+            assert!(freed <= writes, "sequence {i}: {freed} freed blocks, writes block {writes}");
+            let in_pool = |&block: &i32| usize::try_from(block).is_ok_and(|b| b < num_blocks);
+            assert!(row[freed..].iter().all(in_pool), "sequence {i}: block table {row:?}");
+        }
+    }
+}
+
+/// Copies of whole KV blocks, all layers, as pairs (source, destination).
+///
+/// They are made before the step's forward, list by list in the order of the fields. So a block
+/// whose contents leave by `swap_out` may be the destination of a `swap_in` of the same step, and
+/// the destination of a `swap_in` may be the source of a copy.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockTransfers {
+    /// From the KV cache to the host cache; distinct destinations.
+    pub swap_out: Vec<(u32, u32)>,
+    /// From the host cache to the KV cache; distinct destinations.
+    pub swap_in: Vec<(u32, u32)>,
+    /// Within the KV cache; distinct destinations, none of which is also a source.
+    pub copies: Vec<(u32, u32)>,
+}
+
+impl BlockTransfers {
+    /// Empties the lists and keeps their memory.
+    pub fn clear(&mut self) {
+        self.swap_out.clear();
+        self.swap_in.clear();
+        self.copies.clear();
+    }
+
+    /// There is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.swap_out.is_empty() && self.swap_in.is_empty() && self.copies.is_empty()
+    }
+
+    /// Asserts what the fields promise, for pools of `num_blocks` blocks in the KV cache and
+    /// `num_swap_blocks` in the host cache; a violation is a bug in the scheduler.
+    pub fn check(&self, num_blocks: usize, num_swap_blocks: usize) {
+        let lists = [
+            ("swap_out", &self.swap_out, num_blocks, num_swap_blocks),
+            ("swap_in", &self.swap_in, num_swap_blocks, num_blocks),
+            ("copies", &self.copies, num_blocks, num_blocks),
+        ];
+        for (name, pairs, sources, destinations) in lists {
+            let in_range = |&(from, to): &(u32, u32)| {
+                (from as usize) < sources && (to as usize) < destinations
+            };
+            assert!(pairs.iter().all(in_range), "{name}: {pairs:?} of {sources} → {destinations}");
+            let distinct: HashSet<u32> = pairs.iter().map(|pair| pair.1).collect();
+            assert_eq!(distinct.len(), pairs.len(), "{name}: a destination twice in {pairs:?}");
+            let overlap = name == "copies" && pairs.iter().any(|pair| distinct.contains(&pair.0));
+            assert!(!overlap, "{name}: a destination is a source in {pairs:?}");
         }
     }
 }

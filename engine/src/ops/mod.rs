@@ -22,7 +22,7 @@ mod dtype;
 mod input;
 
 pub use dtype::DType;
-pub use input::{ForwardInput, KvLayout};
+pub use input::{BlockTransfers, ForwardInput, KvLayout};
 
 use crate::sampling::{SampleOutput, SamplingBatch};
 
@@ -154,6 +154,8 @@ pub trait Backend: Sized + Send + 'static {
     type Vector: Send + std::fmt::Debug;
     /// Paged keys and values of every layer.
     type KvCache: Send;
+    /// KV blocks in host memory, of the same shape.
+    type HostCache: Send;
 
     /// Name, ISA, threads, dtype.
     fn info(&self) -> BackendInfo;
@@ -182,6 +184,40 @@ pub trait Backend: Sized + Send + 'static {
 
     /// Allocates the KV cache.
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<Self::KvCache, BackendError>;
+
+    /// Allocates `num_blocks` blocks of `layout` in host memory, whatever the layout's own number
+    /// of blocks; none is allowed.
+    fn host_cache(
+        &mut self,
+        layout: &KvLayout,
+        num_blocks: usize,
+    ) -> Result<Self::HostCache, BackendError>;
+
+    // ---- between steps ---------------------------------------------------------------------
+
+    /// Copies blocks (source, destination) of all layers within the cache. As all transfers, it
+    /// comes between two steps, and `pairs` keep what [`BlockTransfers`] promises.
+    fn copy_blocks(
+        &mut self,
+        kv: &mut Self::KvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError>;
+
+    /// Copies blocks (of the cache, of the host cache) to the host.
+    fn swap_out(
+        &mut self,
+        kv: &Self::KvCache,
+        host: &mut Self::HostCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError>;
+
+    /// Copies blocks (of the host cache, of the cache) from the host.
+    fn swap_in(
+        &mut self,
+        kv: &mut Self::KvCache,
+        host: &Self::HostCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError>;
 
     // ---- a step ----------------------------------------------------------------------------
 
@@ -236,7 +272,8 @@ pub trait Backend: Sized + Send + 'static {
     );
 
     /// Causal attention of `q[T, Hq·D]` over each sequence's cached keys and values, read through
-    /// its block table; `out[T, Hq·D]` Compute. What lies beyond `seq_len` is never part of it.
+    /// its block table; `out[T, Hq·D]` Compute. What lies beyond `seq_len` is never part of it, and
+    /// a block of which no row of the sequence sees any slot is not read: it may be freed.
     fn attention(
         &mut self,
         q: &Self::Tensor,

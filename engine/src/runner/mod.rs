@@ -9,7 +9,7 @@ mod prepare;
 pub use prepare::{RowSource, StepInput, prepare};
 
 use crate::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
-use crate::ops::{Backend, BackendError, BackendInfo, ForwardInput, KvLayout};
+use crate::ops::{Backend, BackendError, BackendInfo, BlockTransfers, ForwardInput, KvLayout};
 use crate::sampling::{SampleOutput, SamplingBatch};
 
 /// What a step produced.
@@ -29,6 +29,10 @@ pub trait Executor: Send {
     fn backend(&self) -> BackendInfo;
     /// Shape of the KV cache.
     fn kv_layout(&self) -> &KvLayout;
+    /// Blocks of the host cache, to which blocks of the KV cache can be swapped out.
+    fn num_swap_blocks(&self) -> usize;
+    /// Moves blocks before the step that needs them is executed.
+    fn transfer(&mut self, transfers: &BlockTransfers) -> Result<(), BackendError>;
     /// Computes a step. `capture[r]`: also hand out the logits of row `r`.
     fn execute(
         &mut self,
@@ -45,18 +49,26 @@ pub struct ModelRunner<B: Backend, M: Model<B>> {
     model: M,
     kv: B::KvCache,
     layout: KvLayout,
+    host: B::HostCache,
+    num_swap_blocks: usize,
 }
 
 impl<B: Backend, M: Model<B>> ModelRunner<B, M> {
-    /// Allocates the KV cache of `layout` for `model`.
-    pub fn new(mut backend: B, model: M, layout: KvLayout) -> Result<Self, BackendError> {
+    /// Allocates the KV cache of `layout` for `model`, and `num_swap_blocks` blocks on the host.
+    pub fn new(
+        mut backend: B,
+        model: M,
+        layout: KvLayout,
+        num_swap_blocks: usize,
+    ) -> Result<Self, BackendError> {
         let kv = backend.kv_cache(&layout)?;
-        Ok(ModelRunner { backend, model, kv, layout })
+        let host = backend.host_cache(&layout, num_swap_blocks)?;
+        Ok(ModelRunner { backend, model, kv, layout, host, num_swap_blocks })
     }
 
-    /// The backend and the KV cache: for tests that poison or inspect it.
-    pub fn parts_mut(&mut self) -> (&mut B, &mut B::KvCache) {
-        (&mut self.backend, &mut self.kv)
+    /// The backend, the KV cache and the host cache: for tests that poison or inspect them.
+    pub fn parts_mut(&mut self) -> (&mut B, &mut B::KvCache, &mut B::HostCache) {
+        (&mut self.backend, &mut self.kv, &mut self.host)
     }
 }
 
@@ -71,6 +83,17 @@ impl<B: Backend, M: Model<B>> Executor for ModelRunner<B, M> {
 
     fn kv_layout(&self) -> &KvLayout {
         &self.layout
+    }
+
+    fn num_swap_blocks(&self) -> usize {
+        self.num_swap_blocks
+    }
+
+    fn transfer(&mut self, transfers: &BlockTransfers) -> Result<(), BackendError> {
+        transfers.check(self.layout.num_blocks, self.num_swap_blocks);
+        self.backend.swap_out(&self.kv, &mut self.host, &transfers.swap_out)?;
+        self.backend.swap_in(&mut self.kv, &self.host, &transfers.swap_in)?;
+        self.backend.copy_blocks(&mut self.kv, &transfers.copies)
     }
 
     fn execute(
