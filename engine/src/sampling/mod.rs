@@ -5,14 +5,16 @@
 //! top_k → top_p → Gumbel-max with Philox noise. The noise depends on (seed, position, token id)
 //! alone, so a request's draws do not depend on what else is in the batch.
 
+mod beam;
 mod params;
 mod processors;
 mod sampler;
 mod select;
 
+pub use beam::{BeamExtension, BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis};
 pub use params::{
-    DEFAULT_MAX_LOGPROBS, MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_N, NumLogprobs, ParamError,
-    ParamLimits, SamplingParams,
+    DEFAULT_MAX_LOGPROBS, MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_BEAM_STOP_IDS, MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_BYTES, MAX_N, NumLogprobs, ParamError, ParamLimits, SamplingParams,
 };
 pub use processors::{LogitsContext, LogitsProcessor};
 pub use sampler::{Sampler, sample_row};

@@ -1,5 +1,6 @@
 //! What a request may ask of the sampler, with the rules of each field.
 
+use super::EarlyStopping;
 use std::fmt::Display;
 
 /// Below this temperature sampling is greedy.
@@ -17,6 +18,13 @@ const MAX_LOGIT_BIAS: f32 = 100.0;
 pub const MAX_BAD_WORDS: usize = 1024;
 /// Most bytes of one bad word.
 pub const MAX_BAD_WORD_BYTES: usize = 1024;
+
+/// Most beams of a search.
+pub const MAX_BEAM_WIDTH: usize = 64;
+/// Most `stop_token_ids` with beams: every beam looks at one more token for each.
+pub const MAX_BEAM_STOP_IDS: usize = 64;
+/// Most bytes of `cache_salt`.
+pub const MAX_CACHE_SALT_BYTES: usize = 1024;
 
 /// How many of the most likely tokens to report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +66,8 @@ pub struct ParamLimits {
 /// Sampling parameters under the field's usual names. [`SamplingParams::validate`] checks them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Sequences to generate from the prompt, sample `i` with seed + i; 1 when greedy.
+    /// Sequences to generate from the prompt, sample `i` with seed + i; 1 when greedy, except with
+    /// `use_beam_search`: the `n` best that were found.
     pub n: usize,
     /// Tokens to generate at most; `None`: the rest of the context.
     pub max_tokens: Option<usize>,
@@ -106,6 +115,18 @@ pub struct SamplingParams {
     pub skip_special_tokens: bool,
     /// Produce text at all.
     pub detokenize: bool,
+    /// Search for the most likely sequences, at temperature 0; see [`super::BeamSearch`].
+    pub use_beam_search: bool,
+    /// Beams, at least `n`; `None`: as many as `n`.
+    pub beam_width: Option<usize>,
+    /// Exponent of the length in a beam's score; above 0 favours long sequences.
+    pub length_penalty: f32,
+    /// When a search may end before `max_tokens`.
+    pub early_stopping: EarlyStopping,
+    /// Smaller is more urgent.
+    pub priority: i32,
+    /// Only requests with the same salt share cached prefixes.
+    pub cache_salt: Option<String>,
 }
 
 impl Default for SamplingParams {
@@ -134,6 +155,12 @@ impl Default for SamplingParams {
             logprobs: None,
             skip_special_tokens: true,
             detokenize: true,
+            use_beam_search: false,
+            beam_width: None,
+            length_penalty: 1.0,
+            early_stopping: EarlyStopping::Heuristic,
+            priority: 0,
+            cache_salt: None,
         }
     }
 }
@@ -173,6 +200,11 @@ impl SamplingParams {
         if self.is_greedy() { 0.0 } else { self.temperature.max(MIN_TEMPERATURE) }
     }
 
+    /// Beams of a search.
+    pub fn effective_beam_width(&self) -> usize {
+        self.beam_width.unwrap_or(self.n)
+    }
+
     /// The bias of each token in `logit_bias`, clamped.
     pub(crate) fn clamped_bias(&self) -> Vec<(u32, f32)> {
         let clamp = |x: f32| x.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS);
@@ -184,13 +216,15 @@ impl SamplingParams {
         self.validate_counts(limits)?;
         self.validate_numbers()?;
         self.validate_ids(limits.vocab_size)?;
-        self.validate_strings()
+        self.validate_strings()?;
+        if self.use_beam_search { self.validate_beams() } else { self.validate_no_beams() }
     }
 
     fn validate_counts(&self, limits: &ParamLimits) -> Result<(), ParamError> {
         let rule = format!("from 1 to {MAX_N}");
         check((1..=MAX_N).contains(&self.n), "n", rule, self.n)?;
-        check(self.n == 1 || !self.is_greedy(), "n", "1 with temperature 0", self.n)?;
+        let several = !self.is_greedy() || self.use_beam_search;
+        check(self.n == 1 || several, "n", "1 with temperature 0, but for beams", self.n)?;
         if let Some(max) = self.max_tokens {
             check(max >= 1, "max_tokens", "at least 1", max)?;
             let rule = format!("at most max_tokens ({max})");
@@ -269,6 +303,78 @@ impl SamplingParams {
             let rule = format!("at most {MAX_BAD_WORD_BYTES} bytes a string");
             let bytes = word.len();
             check(bytes <= MAX_BAD_WORD_BYTES, "bad_words", rule, format!("{bytes} bytes"))?;
+        }
+        let Some(salt) = &self.cache_salt else { return Ok(()) };
+        let rule = format!("1 to {MAX_CACHE_SALT_BYTES} bytes");
+        let bytes = salt.len();
+        let in_range = (1..=MAX_CACHE_SALT_BYTES).contains(&bytes);
+        check(in_range, "cache_salt", rule, format!("{bytes} bytes"))
+    }
+
+    fn validate_no_beams(&self) -> Result<(), ParamError> {
+        if let Some(width) = self.beam_width {
+            check(false, "beam_width", "unset without use_beam_search", width)?;
+        }
+        let x = self.length_penalty;
+        check(x == 1.0, "length_penalty", "1 without use_beam_search", x)?;
+        let mode = self.early_stopping;
+        let is_default = mode == EarlyStopping::default();
+        check(is_default, "early_stopping", "false without use_beam_search", mode)
+    }
+
+    fn validate_beams(&self) -> Result<(), ParamError> {
+        let t = self.temperature;
+        check(self.is_greedy(), "temperature", "0 with use_beam_search (nothing is drawn)", t)?;
+        let rule = format!("at most {MAX_BEAM_WIDTH} with use_beam_search");
+        check(self.n <= MAX_BEAM_WIDTH, "n", rule, self.n)?;
+        let width = self.effective_beam_width();
+        let rule = format!("from n ({}) to {MAX_BEAM_WIDTH}", self.n);
+        check((self.n..=MAX_BEAM_WIDTH).contains(&width), "beam_width", rule, width)?;
+        let x = self.length_penalty;
+        check(x.is_finite(), "length_penalty", "finite", x)?;
+        let ids = self.stop_token_ids.len();
+        let rule = format!("at most {MAX_BEAM_STOP_IDS} ids with use_beam_search");
+        check(ids <= MAX_BEAM_STOP_IDS, "stop_token_ids", rule, ids)?;
+        self.validate_beam_scores()?;
+        let n = self.stop.len();
+        let rule = "empty with use_beam_search (a beam ends at a token, not within a text)";
+        check(n == 0, "stop", rule, format!("{n} strings"))?;
+        for (field, wanted) in
+            [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)]
+        {
+            let Some(n) = wanted else { continue };
+            let rule = "unset with use_beam_search (a search reports scores of sequences)";
+            check(false, field, rule, n)?;
+        }
+        Ok(())
+    }
+
+    /// What changes the model's own probabilities, which are what beams are compared by.
+    fn validate_beam_scores(&self) -> Result<(), ParamError> {
+        let refused = |ok, field, neutral: &str, value: &dyn Display| {
+            let rule = format!(
+                "{neutral} with use_beam_search (beams are compared by the model's own \
+                 probabilities)"
+            );
+            check(ok, field, rule, value)
+        };
+        let x = self.presence_penalty;
+        refused(x == 0.0, "presence_penalty", "0", &x)?;
+        let x = self.frequency_penalty;
+        refused(x == 0.0, "frequency_penalty", "0", &x)?;
+        let x = self.repetition_penalty;
+        refused(x == 1.0, "repetition_penalty", "1", &x)?;
+        let n = self.min_tokens;
+        refused(n == 0, "min_tokens", "0", &n)?;
+        let n = self.logit_bias.len();
+        refused(n == 0, "logit_bias", "empty", &format!("{n} ids"))?;
+        let n = self.bad_words.len();
+        refused(n == 0, "bad_words", "empty", &format!("{n} strings"))?;
+        if let Some(ids) = &self.allowed_token_ids {
+            refused(false, "allowed_token_ids", "unset", &format!("{} ids", ids.len()))?;
+        }
+        if let Some(name) = &self.logits_processor {
+            refused(false, "logits_processor", "unset", &format!("{name:?}"))?;
         }
         Ok(())
     }
