@@ -6,7 +6,7 @@ use crate::bench::args::BenchArgs;
 use crate::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use quire_engine::sampling::NumLogprobs;
+use quire_engine::sampling::{EarlyStopping, NumLogprobs};
 use quire_engine::{DType, EngineConfig, SamplingParams};
 use quire_model_zoo::loader::Isa;
 use quire_model_zoo::{BackendKind, LoadOptions};
@@ -227,7 +227,21 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]
-    pub results: ResultArgs,
+    beams: BeamArgs,
+    #[command(flatten)]
+    requests: RequestArgs,
+    #[command(flatten)]
+    results: ResultArgs,
+}
+
+impl GenerateArgs {
+    /// Puts the flags over `params`.
+    pub fn apply(&self, params: &mut SamplingParams) {
+        self.sampling.apply(params);
+        self.beams.apply(params);
+        self.requests.apply(params);
+        self.results.apply(params);
+    }
 }
 
 /// What the help of `chat` ends with.
@@ -334,10 +348,49 @@ pub struct SamplingArgs {
     bad_words: Vec<String>,
 }
 
+/// Search instead of sampling.
+#[derive(Args)]
+#[command(next_help_heading = "Beam search")]
+struct BeamArgs {
+    /// Find the --n most likely sequences; wants --temperature 0
+    #[arg(long)]
+    use_beam_search: bool,
+    /// Beams, from --n to 64 [default: as many as --n]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
+    beam_width: Option<usize>,
+    /// Beams are compared by their log-probability over length^X [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    length_penalty: Option<f32>,
+    /// When to end with as many sequences as beams: true, at once; false, when a better one is
+    /// unlikely; never, when there cannot be one [default: false]
+    #[arg(long, value_name = "WHEN", value_parser = early_stopping_parser())]
+    early_stopping: Option<EarlyStopping>,
+}
+
+fn early_stopping_parser() -> impl TypedValueParser<Value = EarlyStopping> {
+    PossibleValuesParser::new(["true", "false", "never"]).map(|name| match name.as_str() {
+        "true" => EarlyStopping::Always,
+        "never" => EarlyStopping::Never,
+        _ => EarlyStopping::Heuristic,
+    })
+}
+
+/// What a request is beside its output.
+#[derive(Args)]
+#[command(next_help_heading = "Requests")]
+struct RequestArgs {
+    /// Smaller is more urgent [default: 0]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    priority: Option<i32>,
+    /// Share cached prefixes only with requests of the same salt
+    #[arg(long, value_name = "TEXT")]
+    cache_salt: Option<String>,
+}
+
 /// What `generate` may report beyond one text.
 #[derive(Args)]
 #[command(next_help_heading = "Results")]
-pub struct ResultArgs {
+struct ResultArgs {
     /// Report log-probabilities of each token and of the N most likely ones; -1: of all
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_logprobs)]
     logprobs: Option<NumLogprobs>,
@@ -425,9 +478,27 @@ impl SamplingArgs {
     }
 }
 
+impl BeamArgs {
+    /// Puts the flags over `params`.
+    fn apply(&self, params: &mut SamplingParams) {
+        params.use_beam_search |= self.use_beam_search;
+        set(self.beam_width.map(Some), &mut params.beam_width);
+        set(self.length_penalty, &mut params.length_penalty);
+        set(self.early_stopping, &mut params.early_stopping);
+    }
+}
+
+impl RequestArgs {
+    /// Puts the flags over `params`.
+    fn apply(&self, params: &mut SamplingParams) {
+        set(self.priority, &mut params.priority);
+        params.cache_salt = self.cache_salt.clone().or(params.cache_salt.take());
+    }
+}
+
 impl ResultArgs {
     /// Puts the flags over `params`.
-    pub fn apply(&self, params: &mut SamplingParams) {
+    fn apply(&self, params: &mut SamplingParams) {
         set(self.logprobs.map(Some), &mut params.logprobs);
         set(self.prompt_logprobs.map(Some), &mut params.prompt_logprobs);
         set(self.n, &mut params.n);
@@ -540,6 +611,27 @@ mod tests {
     }
 
     #[test]
+    fn flags_of_beams_and_requests_reach_the_parameters() {
+        let line = "quire generate m --prompt a --n 2 --use-beam-search --beam-width 4 \
+                    --length-penalty -0.5 --early-stopping never --priority -3 --cache-salt s";
+        let cli = Cli::try_parse_from(line.split_whitespace()).unwrap();
+        let Command::Generate(args) = cli.command else { panic!("generate") };
+        let mut params = SamplingParams::default();
+        args.apply(&mut params);
+        let expected = SamplingParams {
+            n: 2,
+            use_beam_search: true,
+            beam_width: Some(4),
+            length_penalty: -0.5,
+            early_stopping: EarlyStopping::Never,
+            priority: -3,
+            cache_salt: Some("s".to_owned()),
+            ..Default::default()
+        };
+        assert_eq!(params, expected);
+    }
+
+    #[test]
     fn contradictions_are_refused() {
         for line in [
             "quire generate m",
@@ -551,6 +643,9 @@ mod tests {
             "quire generate m --prompt a --resume",
             "quire generate m --prompt a --fail-fast",
             "quire chat m --n 2",
+            "quire chat m --use-beam-search",
+            "quire generate m --prompt a --early-stopping always",
+            "quire generate m --prompt a --priority high",
             "quire verify m --tokens 1",
             "quire verify m --against cpu",
             "quire verify m --layers --tokens 1 --golden f",
@@ -567,6 +662,7 @@ mod tests {
             ("--request-seed 1.5", "from 0 to 18446744073709551615"),
             ("--max-tokens 0", "from 1 to 18446744073709551615"),
             ("--n -1", "from 1 to 18446744073709551615"),
+            ("--beam-width 0", "from 1 to 18446744073709551615"),
             ("--max-num-seqs -1", "from 0 to 18446744073709551615"),
             ("--max-logprobs 4294967296", "from 0 to 4294967295"),
             ("--stop-token-ids -1", "from 0 to 4294967295"),

@@ -2,7 +2,10 @@
 //! are kept in a snapshot. (Wrong JSON types are tested where JSON is read, in `server`.)
 
 use quire_engine::SamplingParams;
-use quire_engine::sampling::{MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_N, NumLogprobs, ParamLimits};
+use quire_engine::sampling::{
+    EarlyStopping, MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_BEAM_STOP_IDS, MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_BYTES, MAX_N, NumLogprobs, ParamLimits,
+};
 use quire_engine::text::{MAX_STOP_BYTES, MAX_STOP_STRINGS};
 use std::fmt::Write;
 
@@ -53,6 +56,10 @@ fn numbers() -> Cases {
         ),
         ("top_k", (vec![with(|p| p.top_k = 0), with(|p| p.top_k = u32::MAX)], vec![])),
         ("seed", (vec![with(|p| p.seed = Some(0)), with(|p| p.seed = Some(u64::MAX))], vec![])),
+        (
+            "priority",
+            (vec![with(|p| p.priority = i32::MIN), with(|p| p.priority = i32::MAX)], vec![]),
+        ),
     ]
 }
 
@@ -135,11 +142,101 @@ fn lists() -> Cases {
     ]
 }
 
+fn salts() -> Cases {
+    let salt = |bytes: usize| with(|p| p.cache_salt = Some("a".repeat(bytes)));
+    let (good, bad) = (vec![salt(1), salt(MAX_CACHE_SALT_BYTES)], [0, MAX_CACHE_SALT_BYTES + 1]);
+    vec![("cache_salt", (good, bad.map(salt).into()))]
+}
+
+/// A search with 4 beams.
+fn beams(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
+    with(|p| {
+        (p.temperature, p.use_beam_search, p.beam_width) = (0.0, true, Some(4));
+        change(p);
+    })
+}
+
+fn beam_numbers() -> Cases {
+    let sizes = |n, width| beams(|p| (p.n, p.beam_width) = (n, width));
+    let penalty = |x| beams(|p| p.length_penalty = x);
+    let (most, f) = (MAX_BEAM_WIDTH, f32::MAX);
+    vec![
+        (
+            "beam_width",
+            (
+                vec![sizes(1, Some(1)), sizes(2, None), sizes(3, Some(3)), sizes(2, Some(most))],
+                vec![
+                    sizes(3, Some(2)),
+                    sizes(1, Some(0)),
+                    sizes(1, Some(most + 1)),
+                    with(|p| p.beam_width = Some(1)),
+                ],
+            ),
+        ),
+        ("n with beams", (vec![sizes(most, None)], vec![sizes(most + 1, None)])),
+        (
+            "length_penalty",
+            (
+                vec![penalty(0.0), penalty(-f), penalty(f)],
+                vec![
+                    penalty(f32::NAN),
+                    penalty(f32::NEG_INFINITY),
+                    with(|p| p.length_penalty = 0.5),
+                ],
+            ),
+        ),
+        (
+            "early_stopping",
+            (
+                [EarlyStopping::Heuristic, EarlyStopping::Always, EarlyStopping::Never]
+                    .map(|mode| beams(|p| p.early_stopping = mode))
+                    .into(),
+                [EarlyStopping::Always, EarlyStopping::Never]
+                    .map(|mode| with(|p| p.early_stopping = mode))
+                    .into(),
+            ),
+        ),
+        (
+            "temperature with beams",
+            (
+                vec![beams(|p| (p.temperature, p.top_k, p.top_p) = (1e-6, 5, 0.5))],
+                vec![beams(|p| p.temperature = 1.0)],
+            ),
+        ),
+    ]
+}
+
+/// What would change the probabilities that beams are compared by, or has no meaning for a beam.
+fn refused_with_beams() -> Cases {
+    let words = || vec!["a".to_owned()];
+    let top = Some(NumLogprobs::Top(1));
+    let ids = |n| beams(|p| p.stop_token_ids = vec![1; n]);
+    let stop_ids = (vec![ids(MAX_BEAM_STOP_IDS)], vec![ids(MAX_BEAM_STOP_IDS + 1)]);
+    let mut cases: Cases = [
+        ("presence_penalty", beams(|p| p.presence_penalty = 0.1)),
+        ("frequency_penalty", beams(|p| p.frequency_penalty = -0.1)),
+        ("repetition_penalty", beams(|p| p.repetition_penalty = 1.1)),
+        ("min_tokens", beams(|p| p.min_tokens = 1)),
+        ("logit_bias", beams(|p| p.logit_bias = vec![(1, 0.5)])),
+        ("bad_words", beams(|p| p.bad_words = words())),
+        ("allowed_token_ids", beams(|p| p.allowed_token_ids = Some(vec![1]))),
+        ("logits_processor", beams(|p| p.logits_processor = Some("rule".to_owned()))),
+        ("stop", beams(|p| p.stop = words())),
+        ("logprobs", beams(|p| p.logprobs = top)),
+        ("prompt_logprobs", beams(|p| p.prompt_logprobs = top)),
+    ]
+    .map(|(field, bad)| (field, (vec![], vec![bad])))
+    .into();
+    cases.push(("stop_token_ids", stop_ids));
+    cases
+}
+
 #[test]
 fn every_parameter_at_its_edges() {
     SamplingParams::default().validate(&LIMITS).unwrap();
     let mut errors = String::new();
-    for (name, (good, bad)) in numbers().into_iter().chain(counts()).chain(lists()) {
+    let all = [numbers(), counts(), lists(), salts(), beam_numbers(), refused_with_beams()];
+    for (name, (good, bad)) in all.into_iter().flatten() {
         for params in good {
             assert_eq!(params.validate(&LIMITS), Ok(()), "{name}: {params:?}");
         }

@@ -44,8 +44,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     let recommended = params::recommended(&model_files.generation, model)?;
     let mut engine = load::load(&model_files, &options)?;
     let mut params = recommended.clone();
-    args.sampling.apply(&mut params);
-    args.results.apply(&mut params);
+    args.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
 
     let start = Instant::now();

@@ -7,7 +7,7 @@
 use crate::conversation::Conversation;
 use crate::output::cut;
 use quire_engine::engine::Prompt;
-use quire_engine::sampling::NumLogprobs;
+use quire_engine::sampling::{EarlyStopping, NumLogprobs};
 use quire_engine::text::chat::ChatMessage;
 use quire_engine::{Request, SamplingParams};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
@@ -49,6 +49,12 @@ const SAMPLING_FIELDS: &[&str] = &[
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "detokenize",
+    "use_beam_search",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "priority",
+    "cache_salt",
 ];
 
 /// Fields that other engines know.
@@ -64,12 +70,6 @@ const NOT_SUPPORTED: &[&str] = &[
     "stream",
     "echo",
     "suffix",
-    "priority",
-    "cache_salt",
-    "use_beam_search",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
 ];
 
 /// A line as far as it could be read.
@@ -260,8 +260,7 @@ fn request(fields: &[(String, Value)], defaults: &Defaults) -> Result<LineReques
     for (name, value) in given().filter(|(name, _)| name != "id") {
         match name.as_str() {
             "prompt" => {
-                let text = value.as_str().ok_or_else(|| wrong("prompt", "a string", value))?;
-                input = Some(LineInput::Prompt(Prompt::Text(text.to_owned())));
+                input = Some(LineInput::Prompt(Prompt::Text(string(name, value)?)));
             }
             "prompt_token_ids" => {
                 input = Some(LineInput::Prompt(Prompt::Tokens(ids(name, value)?)))
@@ -336,6 +335,12 @@ fn set(params: &mut SamplingParams, name: &str, value: &Value) -> Result<(), Str
         "logprobs" => params.logprobs = Some(num_logprobs(name, value)?),
         "skip_special_tokens" => params.skip_special_tokens = boolean(name, value)?,
         "detokenize" => params.detokenize = boolean(name, value)?,
+        "use_beam_search" => params.use_beam_search = boolean(name, value)?,
+        "beam_width" => params.beam_width = Some(whole(name, value, 1)?),
+        "length_penalty" => params.length_penalty = float(name, value)?,
+        "early_stopping" => params.early_stopping = early_stopping(name, value)?,
+        "priority" => params.priority = priority(name, value)?,
+        "cache_salt" => params.cache_salt = Some(string(name, value)?),
         _ => unreachable!("{name} is none of the fields that are kept"),
     }
     Ok(())
@@ -367,6 +372,25 @@ fn num_logprobs(name: &str, value: &Value) -> Result<NumLogprobs, String> {
     let n = value.as_u64().and_then(|n| u32::try_from(n).ok());
     let rule = format!("a whole number from -1 to {}", u32::MAX);
     n.map(NumLogprobs::Top).ok_or_else(|| wrong(name, &rule, value))
+}
+
+fn early_stopping(name: &str, value: &Value) -> Result<EarlyStopping, String> {
+    match value {
+        Value::Bool(false) => Ok(EarlyStopping::Heuristic),
+        Value::Bool(true) => Ok(EarlyStopping::Always),
+        Value::String(text) if text == "never" => Ok(EarlyStopping::Never),
+        other => Err(wrong(name, "true, false or \"never\"", other)),
+    }
+}
+
+fn priority(name: &str, value: &Value) -> Result<i32, String> {
+    let number = value.as_i64().and_then(|n| i32::try_from(n).ok());
+    let rule = format!("a whole number from {} to {}", i32::MIN, i32::MAX);
+    number.ok_or_else(|| wrong(name, &rule, value))
+}
+
+fn string(name: &str, value: &Value) -> Result<String, String> {
+    value.as_str().map(str::to_owned).ok_or_else(|| wrong(name, "a string", value))
 }
 
 /// An object of token ids (as JSON keys, so strings) and numbers.
