@@ -91,6 +91,8 @@ fn prompts_stream_their_text() {
     assert_eq!(first["logprobs"][0]["token_id"], first["token_ids"][0]);
     assert_eq!(first["logprobs"][0]["top"].as_array().unwrap().len(), 2);
     assert!(first["timings"]["ttft_ms"].as_f64().unwrap() > 0.0);
+    assert_eq!(first["timings"]["num_cached_tokens"], 0);
+    assert_eq!(first["beam"], Value::Null, "no search was made");
     let summary = &json_lines(&stderr(&json))[0];
     assert_eq!(summary["finished"], 2);
     assert_eq!(summary["output_tokens"], 16);
