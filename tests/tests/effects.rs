@@ -414,7 +414,7 @@ fn searches(params: &SamplingParams) -> (Vec<Vec<RequestOutput>>, u64) {
         steps += engine.stats().num_steps;
         group
     };
-    ((1..13).map(run).collect(), steps)
+    ((1..9).map(run).collect(), steps)
 }
 
 /// The sum of the log-probabilities of the best of each.

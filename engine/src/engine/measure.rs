@@ -3,7 +3,7 @@
 use crate::config::{DEFAULT_STEP_MS, Measure};
 use crate::ops::{BackendError, BlockTransfers, ForwardInput};
 use crate::runner::{Executor, ExecutorOutput};
-use crate::sampling::{SamplingBatch, SamplingRow};
+use crate::sampling::{RowTarget, SamplingBatch, SamplingRow};
 use crate::scheduler::{Preemption, PreemptionCosts, Scheduler};
 use std::time::{Duration, Instant};
 
@@ -55,7 +55,7 @@ fn time_token(
     input.block_table.resize(input.max_blocks, 0);
     input.logits_indices.push(n as u32 - 1);
     let mut batch = SamplingBatch::default();
-    batch.rows.push(SamplingRow::default());
+    batch.rows.push(SamplingRow { target: RowTarget::Nothing, ..SamplingRow::default() });
     let mut out = ExecutorOutput::default();
     let mut run = || {
         let start = Instant::now();

@@ -1,7 +1,7 @@
 //! Builds a step's input from its plan.
 
 use crate::ops::ForwardInput;
-use crate::sampling::{SamplingBatch, SamplingRow};
+use crate::sampling::{RowTarget, SamplingBatch, SamplingRow};
 use crate::scheduler::{ScheduledSeq, Scheduler, SeqId, Sequence, StepPlan};
 
 /// Everything the executor needs for a step; the arrays live across steps.
@@ -65,7 +65,8 @@ pub fn prepare<'a, R: RowSource + 'a>(
     for _ in 0..plan.num_padding_rows {
         push_padding(1, out);
         out.forward.logits_indices.push(out.forward.token_ids.len() as u32 - 1);
-        out.sampling.rows.push(SamplingRow::default());
+        let row = SamplingRow { target: RowTarget::Nothing, ..SamplingRow::default() };
+        out.sampling.rows.push(row);
         out.capture.push(false);
     }
 }

@@ -12,7 +12,7 @@ const DECODE_STEPS: usize = 8;
 /// Tokens of the prompts of decodes.
 const SHORT: usize = 8;
 /// Sequences, and tokens of their prompts, at most, that show what a longer context costs.
-const LONG: (usize, usize) = (4, 512);
+const LONG: (usize, usize) = (4, 256);
 
 /// Measures `engine`, which is idle and is left idle. `None`: its context is too short.
 ///
@@ -34,7 +34,8 @@ impl Calibration<'_> {
     fn model(&mut self) -> Result<StepModel, EngineError> {
         let limits = self.engine.limits();
         let (budget, max_len) = (limits.max_num_batched_tokens, limits.max_model_len);
-        let (seqs, long) = (LONG.0, LONG.1.min(max_len - 2 * DECODE_STEPS));
+        let seats = limits.max_num_seqs.min(budget);
+        let (seqs, long) = (LONG.0.min(seats), LONG.1.min(max_len - 2 * DECODE_STEPS));
         // A second step of a prompt shows what the keys before it cost.
         let pool = limits.num_blocks * limits.block_size;
         let deep = (2 * budget).min(max_len - 1).min(pool - 1);
@@ -42,9 +43,8 @@ impl Calibration<'_> {
         let unknown = |n: usize| (n, f64::INFINITY);
         let mut prompts: Vec<_> =
             powers_of_two(budget.min(max_len - 1)).into_iter().map(unknown).collect();
-        let seats = limits.max_num_seqs.min(budget);
         let mut decodes: Vec<_> = powers_of_two(seats).into_iter().map(unknown).collect();
-        let mut second_step = f64::INFINITY;
+        let (mut second_step, mut long_decode) = (f64::INFINITY, f64::INFINITY);
         for _ in 0..ROUNDS {
             for (tokens, seconds) in &mut prompts {
                 *seconds = seconds.min(self.prompt(*tokens)?);
@@ -54,6 +54,9 @@ impl Calibration<'_> {
             }
             for (rows, seconds) in &mut decodes {
                 *seconds = seconds.min(self.decode(*rows, SHORT)?);
+            }
+            if long >= 2 * SHORT {
+                long_decode = long_decode.min(self.decode(seqs, long)?);
             }
         }
         let mut model = StepModel { body: prompts, ..StepModel::default() };
@@ -67,10 +70,8 @@ impl Calibration<'_> {
         }
         // Those that cannot all decode together are not known.
         decodes.retain(|(_, seconds)| seconds.is_finite());
-        let seconds = self.decode(seqs.min(seats), long)?;
-        if seconds.is_finite() && !decodes.is_empty() && long >= 2 * SHORT {
-            let seqs = seqs.min(seats);
-            let seconds = seconds - interpolate(&decodes, seqs);
+        if long_decode.is_finite() && !decodes.is_empty() {
+            let seconds = long_decode - interpolate(&decodes, seqs);
             model.decode_key_s = (seconds / (seqs * (long - SHORT)) as f64).max(0.0);
         }
         model.rows = decodes;

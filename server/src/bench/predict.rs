@@ -140,18 +140,18 @@ impl Seq {
         self.shape.prompt + self.generated
     }
 
-    fn to_compute(&self) -> usize {
+    fn num_uncomputed(&self) -> usize {
         self.num_tokens() - self.computed
     }
 
     /// Computes up to `budget` tokens, and takes a new one where those were the last.
     fn compute(&mut self, budget: &mut usize, work: &mut StepWork) {
-        let tokens = self.to_compute().min(*budget);
+        let tokens = self.num_uncomputed().min(*budget);
         if tokens == 0 {
             return;
         }
         *budget -= tokens;
-        let samples = tokens == self.to_compute();
+        let samples = tokens == self.num_uncomputed();
         work.add(self.computed, tokens, samples);
         self.computed += tokens;
         self.generated += usize::from(samples);
@@ -212,7 +212,8 @@ impl<F: Fn(&StepWork) -> f64> Replay<F> {
             }
             let (mut work, mut budget) = (StepWork::default(), self.limits.budget);
             // Those that have one token to compute come first.
-            let fresh: Vec<bool> = self.running.iter().map(|seq| seq.to_compute() > 1).collect();
+            let fresh: Vec<bool> =
+                self.running.iter().map(|seq| seq.num_uncomputed() > 1).collect();
             for kind in [false, true] {
                 for (seq, _) in self.running.iter_mut().zip(&fresh).filter(|(_, f)| **f == kind) {
                     seq.compute(&mut budget, &mut work);

@@ -16,6 +16,7 @@ use crate::output::{Output, to_json};
 use crate::{Outcome, interrupt, load, params};
 use anyhow::Context;
 use quire_engine::Engine;
+use quire_engine::config::DEFAULT_BATCHED_TOKENS;
 use quire_engine::scheduler::{Policy, SchedulerConfig};
 use quire_model_zoo::{LoadOptions, ModelFiles};
 
@@ -121,6 +122,8 @@ fn step_model(
     let widest = variants.iter().max_by_key(|variant| variant.options.engine.max_num_seqs);
     let mut options = widest.expect("there is a variant").options.clone();
     options.engine.policy = Policy::Fcfs;
+    // No budget that an engine may choose is larger.
+    options.engine.max_num_batched_tokens.get_or_insert(DEFAULT_BATCHED_TOKENS);
     let mut engine = load::load(files, &options)?;
     // What cannot run is said before the work.
     dataset.requests(&mut engine, options.engine.seed, args.request_rate)?;
@@ -153,7 +156,7 @@ fn run_variant(
         seed,
         ..RunConfig::new(engine.limits())
     };
-    let memory = PlanJson::from(engine.memory().clone());
+    let memory = PlanJson::from(*engine.memory());
     let facts = RunFacts { name, config, memory, backend: engine.backend().into() };
     let mut run = Run::new(facts, &requests, &measured);
     let shared = measured.samples.iter().any(|sample| sample.cached_tokens > 0);
