@@ -109,7 +109,7 @@ pub enum ConfigError {
         "the engine needs {} bytes and may take {}: weights {}, workspace {}, logits {}, sampling \
          {}, other {}, swap space {}, KV cache {}; {}",
         .plan.needed(), .plan.budget, .plan.weights, .plan.workspace, .plan.logits, .plan.sampling,
-        .plan.other, .plan.swap, .plan.kv_cache, remedy(.plan, *.part)
+        .plan.other, .plan.swap, .plan.kv_cache, .part.remedy(.plan, str::to_owned)
     )]
     DoesNotFit {
         /// What was asked for, the least of what was not.
@@ -135,18 +135,6 @@ pub enum ConfigError {
         /// Where the memory goes.
         plan: Box<MemoryPlan>,
     },
-}
-
-/// What to change where a part has no room.
-fn remedy(plan: &MemoryPlan, part: PlanPart) -> String {
-    let remedy = match part {
-        PlanPart::Weights => "there is no room for the weights: take a smaller model or dtype",
-        PlanPart::Workspace => "lower max_num_batched_tokens or max_model_len",
-        PlanPart::Swap => "lower swap_bytes",
-        PlanPart::KvCache => "lower the KV cache memory",
-    };
-    let raise = if plan.budget < plan.available { ", or raise memory_utilization" } else { "" };
-    format!("{remedy}{raise}")
 }
 
 /// The sizes in force: what the scheduler needs, and what was adjusted on the way.
@@ -187,6 +175,15 @@ fn in_range(
     Err(ConfigError::OutOfRange { name, value, rule })
 }
 
+/// The memory plan and the numbers of blocks in it.
+struct Plan {
+    memory: MemoryPlan,
+    num_blocks: usize,
+    num_swap_blocks: usize,
+    /// Bytes of a block.
+    block_bytes: usize,
+}
+
 impl EngineConfig {
     /// Checks every value against the model and `memory`, and computes the rest.
     ///
@@ -197,32 +194,79 @@ impl EngineConfig {
         model: &dyn ModelMemory,
         memory: SystemMemory,
     ) -> Result<ResolvedConfig, ConfigError> {
+        let sizes = self.sizes(model)?;
+        let mut plan = self.plan(&sizes, model, memory)?;
+        let max_model_len = self.max_model_len_in(&plan, sizes.max_model_len)?;
+        let mut notes = Vec::new();
+        if max_model_len < sizes.max_model_len {
+            notes.push(format!(
+                "max_model_len lowered from {} to {max_model_len}, which is what the KV cache of \
+                 {} blocks holds",
+                sizes.max_model_len, plan.num_blocks
+            ));
+            // The rotary tables are shorter now.
+            let tokens = sizes.max_num_batched_tokens;
+            plan.memory.other = fixed_bytes(model, tokens, max_model_len).other;
+        }
+        let sizes = SchedulerConfig {
+            max_model_len,
+            num_blocks: plan.num_blocks,
+            num_swap_blocks: plan.num_swap_blocks,
+            ..sizes
+        };
+        Ok(ResolvedConfig {
+            measure: Measure {
+                budget: self.max_num_batched_tokens.is_none(),
+                preemption_costs: self.preemption == PreemptionMode::Auto && self.swap_bytes > 0,
+            },
+            async_scheduling: self.async_scheduling,
+            scheduler: self.with_policies(sizes, model),
+            memory: plan.memory,
+            max_logprobs: self.max_logprobs,
+            notes,
+        })
+    }
+
+    /// The sizes that do not depend on the memory, checked; the rest are defaults.
+    fn sizes(&self, model: &dyn ModelMemory) -> Result<SchedulerConfig, ConfigError> {
         in_range("max_num_seqs", self.max_num_seqs, 1..=MAX_SEQS)?;
-        let tokens = self.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
-        in_range("max_num_batched_tokens", tokens, 1..=MAX_BATCHED_TOKENS)?;
+        let max_num_batched_tokens = self.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
+        in_range("max_num_batched_tokens", max_num_batched_tokens, 1..=MAX_BATCHED_TOKENS)?;
         if !BLOCK_SIZES.contains(&self.block_size) {
             let rule = format!("one of {BLOCK_SIZES:?}");
-            return Err(ConfigError::OutOfRange {
-                name: "block_size",
-                value: self.block_size,
-                rule,
-            });
+            let (name, value) = ("block_size", self.block_size);
+            return Err(ConfigError::OutOfRange { name, value, rule });
         }
         let limit = model.info().max_position_embeddings;
-        let mut max_model_len = self.max_model_len.unwrap_or(limit);
+        let max_model_len = self.max_model_len.unwrap_or(limit);
         in_range("max_model_len", max_model_len, 1..=limit)?;
+        Ok(SchedulerConfig {
+            max_num_seqs: self.max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            block_size: self.block_size,
+            ..SchedulerConfig::default()
+        })
+    }
 
+    /// Where the memory goes, and how many blocks that makes.
+    fn plan(
+        &self,
+        sizes: &SchedulerConfig,
+        model: &dyn ModelMemory,
+        memory: SystemMemory,
+    ) -> Result<Plan, ConfigError> {
         let block_bytes = model
             .block_bytes(self.block_size)
             .filter(|&b| b > 0 && b < isize::MAX as usize)
             .expect("model dimensions are limited at load");
-        let fixed = |max_model_len| fixed_bytes(model, tokens, max_model_len);
+        let fixed = fixed_bytes(model, sizes.max_num_batched_tokens, sizes.max_model_len);
         let num_swap_blocks = self.num_swap_blocks(block_bytes)?;
         let mut plan = MemoryPlan {
             swap: num_swap_blocks.saturating_mul(block_bytes),
-            ..MemoryPlan::new(memory, self.budget(memory)?, fixed(max_model_len))
+            ..MemoryPlan::new(memory, self.budget(memory)?, fixed)
         };
-        let blocks_per_seq = max_model_len.div_ceil(self.block_size);
+        let blocks_per_seq = sizes.max_model_len.div_ceil(self.block_size);
         let num_blocks = self.num_blocks(blocks_per_seq, block_bytes, &plan)?;
         plan.kv_cache = num_blocks.saturating_mul(block_bytes);
         if let Some(part) = plan.tight_part() {
@@ -235,48 +279,22 @@ impl EngineConfig {
             };
             return Err(ConfigError::DoesNotFit { plan: Box::new(plan), part });
         }
+        Ok(Plan { memory: plan, num_blocks, num_swap_blocks, block_bytes })
+    }
 
-        let mut notes = Vec::new();
-        let capacity = num_blocks * self.block_size;
-        if capacity < max_model_len {
-            // Only a length nobody asked for is lowered silently enough to go on.
-            if self.max_model_len.is_some() {
-                return Err(ConfigError::PoolTooSmall {
-                    blocks: num_blocks,
-                    block_size: self.block_size,
-                    max_model_len,
-                    needed_bytes: blocks_per_seq * block_bytes,
-                    plan: Box::new(plan),
-                });
-            }
-            notes.push(format!(
-                "max_model_len lowered from {max_model_len} to {capacity}, which is what the KV \
-                 cache of {num_blocks} blocks holds"
-            ));
-            max_model_len = capacity;
-            // The rotary tables are shorter now.
-            plan.other = fixed(max_model_len).other;
+    /// `max_model_len`, or what the pool holds where that is less and nobody asked for the length.
+    fn max_model_len_in(&self, plan: &Plan, max_model_len: usize) -> Result<usize, ConfigError> {
+        let capacity = plan.num_blocks * self.block_size;
+        if capacity < max_model_len && self.max_model_len.is_some() {
+            return Err(ConfigError::PoolTooSmall {
+                blocks: plan.num_blocks,
+                block_size: self.block_size,
+                max_model_len,
+                needed_bytes: max_model_len.div_ceil(self.block_size) * plan.block_bytes,
+                plan: Box::new(plan.memory),
+            });
         }
-        let sizes = SchedulerConfig {
-            max_num_seqs: self.max_num_seqs,
-            max_num_batched_tokens: tokens,
-            max_model_len,
-            block_size: self.block_size,
-            num_blocks,
-            num_swap_blocks,
-            ..SchedulerConfig::default()
-        };
-        Ok(ResolvedConfig {
-            measure: Measure {
-                budget: self.max_num_batched_tokens.is_none(),
-                preemption_costs: self.preemption == PreemptionMode::Auto && self.swap_bytes > 0,
-            },
-            async_scheduling: self.async_scheduling,
-            scheduler: self.with_policies(sizes, model),
-            memory: plan,
-            max_logprobs: self.max_logprobs,
-            notes,
-        })
+        Ok(max_model_len.min(capacity))
     }
 
     /// `sizes` with everything that is not a size.
@@ -466,10 +484,10 @@ mod tests {
         let enough = FIXED + 18 * BLOCK;
         assert_eq!(resolve(&config, enough).unwrap().memory.free(), Some(0));
         for (available, part, remedy) in [
-            (enough - 1, PlanPart::KvCache, "lower the KV cache memory"),
+            (enough - 1, PlanPart::KvCache, "lower kv_cache_bytes or num_blocks"),
             (FIXED + 2 * BLOCK - 1, PlanPart::Swap, "lower swap_bytes"),
             (FIXED - 1, PlanPart::Workspace, "lower max_num_batched_tokens"),
-            (64 * KIB - 1, PlanPart::Weights, "a smaller model or dtype"),
+            (64 * KIB - 1, PlanPart::Weights, "take a smaller model, or one of a smaller dtype"),
         ] {
             let error = resolve(&config, available).unwrap_err();
             let text = error.to_string();

@@ -109,6 +109,27 @@ pub enum PlanPart {
     KvCache,
 }
 
+impl PlanPart {
+    /// What to change where this part of `plan` has no room; `name` says how a field of
+    /// [`EngineConfig`](crate::EngineConfig) is to be named.
+    pub fn remedy(self, plan: &MemoryPlan, name: impl Fn(&'static str) -> String) -> String {
+        let lower = |fields: &[&'static str]| {
+            let names: Vec<String> = fields.iter().map(|field| name(field)).collect();
+            format!("lower {}", names.join(" or "))
+        };
+        let mut remedy = match self {
+            PlanPart::Weights => format!("take a smaller model, or one of a smaller {}", name("dtype")),
+            PlanPart::Workspace => lower(&["max_num_batched_tokens", "max_model_len"]),
+            PlanPart::Swap => lower(&["swap_bytes"]),
+            PlanPart::KvCache => lower(&["kv_cache_bytes", "num_blocks"]),
+        };
+        if plan.budget < plan.available {
+            remedy.push_str(&format!(", or raise {}", name("memory_utilization")));
+        }
+        remedy
+    }
+}
+
 impl MemoryPlan {
     /// A plan without KV blocks; `budget` is what the engine may take of `memory`.
     pub fn new(memory: SystemMemory, budget: usize, fixed: FixedBytes) -> Self {
@@ -145,6 +166,17 @@ impl MemoryPlan {
         self.parts().iter().fold(0, |sum, part| sum.saturating_add(part.1))
     }
 
+    /// All that does not hold KV.
+    pub fn fixed(&self) -> usize {
+        self.weights.saturating_add(self.step())
+    }
+
+    /// All that holds neither weights nor KV.
+    fn step(&self) -> usize {
+        let parts = [self.workspace, self.logits, self.sampling, self.other];
+        parts.into_iter().fold(0, usize::saturating_add)
+    }
+
     /// What the parts leave of the budget; `None` where they exceed it.
     pub fn free(&self) -> Option<usize> {
         self.budget.checked_sub(self.needed())
@@ -152,10 +184,9 @@ impl MemoryPlan {
 
     /// The first part for which the budget has no room.
     pub fn tight_part(&self) -> Option<PlanPart> {
-        let step = [self.workspace, self.logits, self.sampling, self.other];
         let parts = [
             (PlanPart::Weights, self.weights),
-            (PlanPart::Workspace, step.into_iter().fold(0, usize::saturating_add)),
+            (PlanPart::Workspace, self.step()),
             (PlanPart::Swap, self.swap),
             (PlanPart::KvCache, self.kv_cache),
         ];
@@ -179,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_first_part_without_room_is_named() {
-        assert_eq!(plan(0).needed(), 200);
+        assert_eq!((plan(0).needed(), plan(0).fixed()), (200, 130));
         for (budget, part, free) in [
             (99, Some(PlanPart::Weights), None),
             (100, Some(PlanPart::Workspace), None),
@@ -192,6 +223,14 @@ mod tests {
         ] {
             assert_eq!((plan(budget).tight_part(), plan(budget).free()), (part, free), "{budget}");
         }
+    }
+
+    #[test]
+    fn remedies_name_the_fields() {
+        let upper = |part: PlanPart, budget| part.remedy(&plan(budget), str::to_uppercase);
+        assert_eq!(upper(PlanPart::KvCache, 500), "lower KV_CACHE_BYTES or NUM_BLOCKS");
+        let raise = ", or raise MEMORY_UTILIZATION";
+        assert_eq!(upper(PlanPart::Swap, 499), format!("lower SWAP_BYTES{raise}"));
     }
 
     #[test]

@@ -58,7 +58,50 @@ pub struct EngineStats {
     pub times: StepTimes,
 }
 
+/// A struct of this type whose fields, all of them, are those of `$now` less those of `$before`.
+macro_rules! differences {
+    ($type:ident { $($field:ident),* }, $now:expr, $before:expr) => {
+        $type { $($field: $now.$field - $before.$field),* }
+    };
+}
+
 impl EngineStats {
+    /// What was counted after `before`, which is earlier; of `peak_blocks`, which is no count, the
+    /// value now.
+    pub fn since(&self, before: &EngineStats) -> EngineStats {
+        EngineStats {
+            num_steps: self.num_steps - before.num_steps,
+            num_computed_tokens: self.num_computed_tokens - before.num_computed_tokens,
+            num_generated_tokens: self.num_generated_tokens - before.num_generated_tokens,
+            peak_blocks: self.peak_blocks,
+            swap_bytes: self.swap_bytes - before.swap_bytes,
+            scheduler: differences!(
+                SchedulerStats {
+                    num_preempted_recompute,
+                    num_preempted_swap,
+                    num_swap_fallbacks,
+                    num_blocks_swapped_out,
+                    num_blocks_swapped_in,
+                    prefix_queries,
+                    prefix_hits,
+                    num_forks,
+                    num_block_copies,
+                    num_window_freed,
+                    num_cancelled_steps,
+                    num_ended_in_flight,
+                    num_padding_tokens
+                },
+                self.scheduler,
+                before.scheduler
+            ),
+            times: differences!(
+                StepTimes { schedule, prepare, transfer, forward, sample, output },
+                self.times,
+                before.times
+            ),
+        }
+    }
+
     /// Sequences that gave up their blocks.
     pub fn num_preemptions(&self) -> u64 {
         self.scheduler.num_preemptions()
@@ -86,36 +129,36 @@ pub struct LoadSnapshot {
 /// The log line of a busy engine, every so often.
 #[derive(Debug)]
 pub struct LoadLog {
-    interval: Duration,
     last: Instant,
     stats: EngineStats,
 }
 
 impl LoadLog {
-    /// A line every `interval` from `now` on.
-    pub fn new(interval: Duration, now: Instant) -> Self {
-        LoadLog { interval, last: now, stats: EngineStats::default() }
+    /// How often there is a line.
+    pub const INTERVAL: Duration = Duration::from_secs(10);
+
+    /// Lines from `now` on, when the engine has counted `stats`.
+    pub fn new(now: Instant, stats: EngineStats) -> Self {
+        LoadLog { last: now, stats }
     }
 
     /// The line, when its time has come: rates since the one before, and how things are now.
     pub fn line(&mut self, now: Instant, load: impl FnOnce() -> LoadSnapshot) -> Option<String> {
         let elapsed = now.duration_since(self.last);
-        if elapsed < self.interval {
+        if elapsed < Self::INTERVAL {
             return None;
         }
         let LoadSnapshot { stats, num_running, num_waiting, kv_usage } = load();
-        let seconds = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
-        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
-        let before = std::mem::replace(&mut self.stats, stats);
-        self.last = now;
-        let queries = stats.scheduler.prefix_queries - before.scheduler.prefix_queries;
-        let hits = stats.scheduler.prefix_hits - before.scheduler.prefix_hits;
+        let new = stats.since(&self.stats);
+        (self.stats, self.last) = (stats, now);
+        let rate = |tokens: u64| tokens as f64 / elapsed.as_secs_f64();
+        let (queries, hits) = (new.scheduler.prefix_queries, new.scheduler.prefix_hits);
         let hit_rate = if queries == 0 { 0.0 } else { 100.0 * hits as f64 / queries as f64 };
         Some(format!(
             "prompt {:.1} tok/s, generation {:.1} tok/s, running {num_running}, waiting \
              {num_waiting}, KV cache {:.1} %, prefix cache hits {hit_rate:.1} %",
-            rate(stats.num_prompt_tokens(), before.num_prompt_tokens()),
-            rate(stats.num_generated_tokens, before.num_generated_tokens),
+            rate(new.num_prompt_tokens()),
+            rate(new.num_generated_tokens),
             100.0 * kv_usage,
         ))
     }
@@ -128,7 +171,7 @@ mod tests {
     #[test]
     fn the_line_comes_at_its_time_with_rates_since_the_last_one() {
         let start = Instant::now();
-        let mut log = LoadLog::new(Duration::from_secs(10), start);
+        let mut log = LoadLog::new(start, EngineStats::default());
         assert_eq!(log.line(start + Duration::from_secs(9), || unreachable!()), None);
         let mut load =
             LoadSnapshot { num_running: 3, num_waiting: 2, kv_usage: 0.25, ..Default::default() };

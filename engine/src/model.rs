@@ -32,7 +32,8 @@ pub struct ModelInfo {
 }
 
 impl ModelInfo {
-    /// A text that differs wherever equal tokens give other K and V; names the prefix cache.
+    /// What the names of the prefix cache are keyed by. It tells architectures and types apart,
+    /// not the weights of two models of one kind: a cache lives and dies with its engine.
     pub fn cache_identity(&self, dtype: crate::DType) -> String {
         format!("{self:?} {dtype:?}")
     }

@@ -11,6 +11,7 @@ use crate::sampling::{
     SamplingParams, TokenLogprob,
 };
 use crate::scheduler::{self, NewSequence, SeqId, Sequence};
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 /// A live search.
@@ -85,20 +86,28 @@ impl Engine {
         RowPlan::new(params, context)
     }
 
-    /// Keeps what may follow a beam.
-    pub(super) fn beam_candidates(&mut self, seq: SeqId, sample: SampleOutput, now: Instant) {
-        let state = self.beams.get_mut(&self.beam_of[&seq]).expect("a live search");
+    /// Keeps what may follow a beam, and says of which search it is.
+    pub(super) fn beam_candidates(
+        &mut self,
+        seq: SeqId,
+        sample: SampleOutput,
+        now: Instant,
+    ) -> RequestId {
+        let id = self.beam_of[&seq];
+        let state = self.beams.get_mut(&id).expect("a live search");
         let place = state.seqs.iter().position(|&s| s == seq).expect("a live beam");
         let top = sample.logprobs.map(|logprobs| logprobs.top).unwrap_or_default();
         state.candidates[place] = Some(sample.token.map(|_| top));
         state.first_token.get_or_insert(now);
+        id
     }
 
-    /// Moves the searches on whose beams are all computed.
-    pub(super) fn advance_searches(&mut self, out: &mut StepOutput) {
-        let parked = |state: &BeamState| self.scheduler.beams_are_parked(state.seqs[0]);
-        let ready = self.beams.iter().filter(|(_, state)| parked(state)).map(|(&id, _)| id);
-        for id in ready.collect::<Vec<_>>() {
+    /// Moves those of `searches`, which a step has sampled for, on whose beams are all computed.
+    pub(super) fn advance_searches(&mut self, searches: BTreeSet<RequestId>, out: &mut StepOutput) {
+        for id in searches {
+            if !self.scheduler.beams_are_parked(self.beams[&id].seqs[0]) {
+                continue;
+            }
             let state = self.beams.get_mut(&id).expect("just seen");
             let candidates: Result<Vec<_>, RowError> =
                 state.candidates.iter_mut().map(|c| c.take().expect("a parked beam")).collect();

@@ -18,7 +18,7 @@ pub use llm::{Llm, LlmError};
 pub use output::{
     BeamScore, FinishReason, RequestDelta, RequestMetrics, RequestOutput, StepOutput, StopReason,
 };
-pub use request::{MAX_PROMPT_BYTES, Prompt, Request, RequestError, RequestId};
+pub use request::{MAX_PROMPT_BYTES, MAX_SAMPLE_TOKENS, Prompt, Request, RequestError, RequestId};
 
 use crate::config::{ConfigError, ResolvedConfig};
 use crate::memory::MemoryPlan;
@@ -35,7 +35,7 @@ use chat::ChatTemplates;
 use rows::{RowContext, RowPlan, TokenLists};
 use state::RequestState;
 use std::cell::OnceCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 use step::Flight;
@@ -190,11 +190,10 @@ impl Engine {
 
     /// Requests whose outputs have not all been handed out.
     pub fn num_unfinished(&self) -> usize {
-        let waiting = |output: &&RequestOutput| !self.ids.contains_key(&output.request_id);
         let withheld = self.withheld.iter().map(|(_, output)| output);
-        let mut ids: Vec<_> = withheld.chain(&self.unreported.finished).filter(waiting).collect();
-        ids.dedup_by_key(|output| output.request_id);
-        self.ids.len() + ids.len()
+        let ended = withheld.chain(&self.unreported.finished).map(|output| output.request_id);
+        let ended: BTreeSet<RequestId> = ended.filter(|id| !self.ids.contains_key(id)).collect();
+        self.ids.len() + ended.len()
     }
 
     /// KV blocks held now.
@@ -259,6 +258,10 @@ impl Engine {
         let vocab_size = self.executor.model().vocab_size;
         if let Some(&id) = prompt.iter().find(|&&id| id as usize >= vocab_size) {
             return Err(RequestError::TokenOutOfVocabulary { id, vocab_size });
+        }
+        let n = request.params.n;
+        if n.saturating_mul(prompt.len()) > MAX_SAMPLE_TOKENS && n > 1 {
+            return Err(RequestError::TooManySamples { n, prompt: prompt.len() });
         }
         let room = self.limits().max_model_len.saturating_sub(prompt.len());
         let max_tokens = request.params.max_tokens.unwrap_or(room);

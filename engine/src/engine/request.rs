@@ -8,6 +8,9 @@ use crate::text::chat::ChatError;
 /// Longest text prompt, in bytes; far above any context, it bounds the tokenizer's work.
 pub const MAX_PROMPT_BYTES: usize = 16 << 20;
 
+/// Most tokens that the prompts of a request's samples may have together.
+pub const MAX_SAMPLE_TOKENS: usize = 1 << 24;
+
 /// Identifies a request within its engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
@@ -95,6 +98,16 @@ pub enum RequestError {
         id: u32,
         /// Rows of the embedding table.
         vocab_size: usize,
+    },
+    /// The samples together are too long.
+    #[error(
+        "n is {n} and the prompt has {prompt} tokens; together at most {MAX_SAMPLE_TOKENS} tokens"
+    )]
+    TooManySamples {
+        /// Samples asked for.
+        n: usize,
+        /// Tokens of the prompt.
+        prompt: usize,
     },
     /// Beams are compared until the end.
     #[error("a request with beams is answered at its end; stream and capture_logits must be off")]

@@ -9,7 +9,7 @@ use super::{Engine, EngineError, FinishReason, RequestOutput, StepOutput};
 use crate::runner::{ExecutorOutput, StepInput, prepare};
 use crate::sampling::{RowError, RowTarget, SampleOutput};
 use crate::scheduler::{self, SeqId, StepPlan};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Instant;
 
 /// A step with everything that belongs to it.
@@ -153,12 +153,13 @@ impl Engine {
         self.stats.num_generated_tokens += sampled.len() as u64;
         let mut ended = ended.into_iter().peekable();
         let mut sampled = sampled.into_iter();
+        let mut searches = BTreeSet::new();
         for s in &plan.scheduled {
             let sample = s.samples.then(|| sampled.next().expect("one token a sequence"));
             let reason = ended.next_if(|(id, _)| *id == s.id).map(|(_, reason)| reason);
             if self.beam_of.contains_key(&s.id) {
                 if let Some(sample) = sample {
-                    self.beam_candidates(s.id, sample, now);
+                    searches.insert(self.beam_candidates(s.id, sample, now));
                 }
                 continue;
             }
@@ -172,7 +173,7 @@ impl Engine {
                 self.apply_sample(s.id, sample, reason, now, out);
             }
         }
-        self.advance_searches(out);
+        self.advance_searches(searches, out);
         self.stats.times.output += now.elapsed();
     }
 

@@ -1,10 +1,10 @@
-//! An intrusive doubly linked list over block ids: least recently freed first.
+//! An intrusive doubly linked list over block ids, in the order in which they are to be reused.
 
 use super::BlockId;
 
 const NONE: u32 = u32::MAX;
 
-/// Free blocks in the order they were freed. Pop, push and remove are O(1) and allocate nothing.
+/// Free blocks, the next to be reused first. Pop, push and remove are O(1) and allocate nothing.
 ///
 /// Links live in two arrays indexed by block id, so a block can leave from the middle when a
 /// later request finds its contents still wanted.
@@ -51,7 +51,7 @@ impl FreeList {
         self.linked[id.index()]
     }
 
-    /// Appends a block as the most recently freed. It must not be on the list.
+    /// Appends a block, to be reused last. It must not be on the list.
     pub fn push_back(&mut self, id: BlockId) {
         let i = id.index();
         assert!(!self.linked[i], "block {} freed twice", id.0);
@@ -82,7 +82,7 @@ impl FreeList {
         self.len += 1;
     }
 
-    /// Takes the least recently freed block.
+    /// Takes the block that is next to be reused.
     pub fn pop_front(&mut self) -> Option<BlockId> {
         if self.head == NONE {
             return None;
@@ -109,7 +109,7 @@ impl FreeList {
         self.len -= 1;
     }
 
-    /// The blocks from least to most recently freed.
+    /// The blocks, the next to be reused first.
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         let mut at = self.head;
         std::iter::from_fn(move || {

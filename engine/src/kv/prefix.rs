@@ -47,8 +47,7 @@ impl fmt::Debug for PrefixHasher {
 const MAX_LINK_BYTES: usize = 1 + 32 + 256 * 4;
 
 impl PrefixHasher {
-    /// A hasher for blocks of `block_size` tokens of `model`: a text that differs wherever the
-    /// same tokens give other K and V.
+    /// A hasher for blocks of `block_size` tokens; names of another `model` are others.
     pub fn new(model: &str, block_size: usize) -> Self {
         assert!((1..=256).contains(&block_size), "block size {block_size}");
         PrefixHasher {

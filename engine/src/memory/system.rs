@@ -50,15 +50,10 @@ impl SystemMemory {
     }
 }
 
+/// Those of a group and all below it, which version 1 tells apart from the group's own.
 fn inactive_file_bytes(stat: &str) -> Option<usize> {
-    let line = |l: &str| {
-        l.strip_prefix("inactive_file ")
-            .or(l.strip_prefix("total_inactive_file "))?
-            .trim()
-            .parse()
-            .ok()
-    };
-    stat.lines().find_map(line)
+    let value = |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse().ok());
+    value("total_inactive_file ").or(value("inactive_file "))
 }
 
 /// Where a control group says how much memory it may take and has taken.
@@ -69,31 +64,39 @@ struct GroupFiles {
 }
 
 impl GroupFiles {
-    /// Those of this process, version 1 and version 2; inside a container the group is usually
-    /// mounted as the root.
+    /// Those of this process and of all groups above, as a limit on any of them applies; version 1
+    /// and version 2.
     fn of_process(read: &dyn Fn(&str) -> Option<String>) -> Vec<Self> {
-        let root = "/sys/fs/cgroup";
         let groups = read("/proc/self/cgroup").unwrap_or_default();
-        let own = groups.lines().find_map(|l| l.strip_prefix("0::")).unwrap_or("/");
-        let mut files = vec![GroupFiles {
-            limit: format!("{root}/memory/memory.limit_in_bytes"),
-            used: format!("{root}/memory/memory.usage_in_bytes"),
-            stat: format!("{root}/memory/memory.stat"),
-        }];
-        // A limit on any ancestor applies.
-        let mut group = own.trim_end_matches('/').to_string();
-        loop {
-            files.push(GroupFiles {
-                limit: format!("{root}{group}/memory.max"),
-                used: format!("{root}{group}/memory.current"),
+        let files = |root: &'static str, controller, [limit, used]: [&'static str; 2]| {
+            groups_above(own_group(&groups, controller)).map(move |group| GroupFiles {
+                limit: format!("{root}{group}/{limit}"),
+                used: format!("{root}{group}/{used}"),
                 stat: format!("{root}{group}/memory.stat"),
-            });
-            match group.rfind('/') {
-                Some(at) => group.truncate(at),
-                None => return files,
-            }
-        }
+            })
+        };
+        let v1 = ["memory.limit_in_bytes", "memory.usage_in_bytes"];
+        let v2 = ["memory.max", "memory.current"];
+        let v1 = files("/sys/fs/cgroup/memory", "memory", v1);
+        v1.chain(files("/sys/fs/cgroup", "", v2)).collect()
     }
+}
+
+/// The group of the process for `controller`, by `/proc/self/cgroup`, whose lines are
+/// `id:controllers:path`; version 2 has no controllers there.
+fn own_group<'a>(groups: &'a str, controller: &str) -> &'a str {
+    let path = |line: &'a str| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers.split(',').any(|name| name == controller).then_some(path)
+    };
+    groups.lines().find_map(path).unwrap_or("/")
+}
+
+/// `group`, the ones above it, and the root as the empty path: inside a container the group is
+/// usually mounted as the root, whatever its path is outside.
+fn groups_above(group: &str) -> impl Iterator<Item = &str> {
+    let above = |group: &&str| Some(&group[..group.rfind('/')?]);
+    std::iter::successors(Some(group.trim_end_matches('/')), above)
 }
 
 #[cfg(test)]
@@ -147,6 +150,18 @@ mod tests {
             ("/sys/fs/cgroup/memory/memory.stat", "total_inactive_file 8000\n"),
         ]);
         assert_eq!(memory, Some(SystemMemory { total: 512_000, available: 20_000 }));
+        // Of groups with a path of their own, all count that can be seen.
+        let memory = read(&[
+            ("/proc/meminfo", MEMINFO),
+            ("/proc/self/cgroup", "5:cpu,memory:/a/b\n1:name=x:/c\n0::/c\n"),
+            ("/sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "9223372036854771712"),
+            ("/sys/fs/cgroup/memory/a/memory.limit_in_bytes", "400000"),
+            ("/sys/fs/cgroup/memory/a/memory.usage_in_bytes", "390000"),
+            ("/sys/fs/cgroup/memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 5000\n"),
+            ("/sys/fs/cgroup/memory/c/memory.limit_in_bytes", "1"),
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "512000"),
+        ]);
+        assert_eq!(memory, Some(SystemMemory { total: 400_000, available: 15_000 }));
     }
 
     #[cfg(target_os = "linux")]

@@ -13,6 +13,8 @@ use std::ops::Range;
 struct Found {
     /// Blocks to hold as well, after `num_freed` null entries.
     shared: Vec<BlockId>,
+    /// Instead: this many blocks of the first beam, whose table is not there yet.
+    of_first: usize,
     num_freed: usize,
     /// Tokens found.
     kv_len: usize,
@@ -56,10 +58,7 @@ impl Scheduler {
                 self.seqs.get_mut(front).state = State::Pending;
                 continue;
             }
-            let unit = match self.beams(front) {
-                Some(group) => self.groups[&group].members.clone(),
-                None => vec![front],
-            };
+            let unit = self.gang(front);
             if !self.take_in(&unit, plan) {
                 if self.running.is_empty() && self.reclaim_swapped(plan) {
                     continue;
@@ -73,9 +72,8 @@ impl Scheduler {
                 assert_eq!(popped, Some(id), "beams wait one behind the other");
                 self.seat(id);
                 let seq = self.seqs.get(id);
-                if let Some(group) = seq.group.filter(|_| seq.num_computed_tokens >= seq.prompt_len)
-                {
-                    self.woken.push(group);
+                if seq.num_computed_tokens >= seq.prompt_len {
+                    self.prompt_is_computed(id);
                 }
                 let n = self.to_compute(id).min(*budget);
                 if n > 0 {
@@ -120,17 +118,14 @@ impl Scheduler {
 
     /// Free blocks it takes to admit `front`, with all beams of its group, and the blocks in use
     /// that it will share, which others cannot give it.
-    pub(super) fn blocks_to_admit(&mut self, front: SeqId) -> (usize, Vec<BlockId>) {
-        let unit = match self.beams(front) {
-            Some(group) => self.groups[&group].members.clone(),
-            None => vec![front],
-        };
+    pub(super) fn blocks_to_admit(&mut self, front: SeqId) -> (usize, HashSet<BlockId>) {
+        let unit = self.gang(front);
         if matches!(self.seqs.get(front).state, State::Swapped(_)) {
-            return (self.blocks_to_swap_in(&unit), Vec::new());
+            return (self.blocks_to_swap_in(&unit), HashSet::new());
         }
-        let mut found = self.find_unit(&unit);
-        let needed = unit.iter().zip(&found).map(|(&id, found)| self.blocks_needed(id, found));
-        (needed.sum(), std::mem::take(&mut found[0].shared))
+        let found = self.find_unit(&unit);
+        let in_use = found[0].shared.iter().filter(|&&block| self.pool.ref_cnt(block) > 0);
+        (self.blocks_for(&unit, &found), in_use.copied().collect())
     }
 
     /// Free blocks that are to be left when `front` joins `num_running` others: one that was
@@ -151,9 +146,7 @@ impl Scheduler {
             return self.swap_in(unit, spare, plan);
         }
         let found = self.find_unit(unit);
-        let needed: usize =
-            unit.iter().zip(&found).map(|(&id, found)| self.blocks_needed(id, found)).sum();
-        if needed + spare > self.pool.num_free() {
+        if self.blocks_for(unit, &found) + spare > self.pool.num_free() {
             return false;
         }
         for (&id, found) in unit.iter().zip(found) {
@@ -162,15 +155,15 @@ impl Scheduler {
         true
     }
 
-    /// Free blocks that `id` takes beside what was `found`: fresh ones, and cached ones that
-    /// nobody holds. What beams take over from the first of them is not free any more then.
-    fn blocks_needed(&self, id: SeqId, found: &Found) -> usize {
-        let total = self.seqs.get(id).num_tokens().div_ceil(self.config.block_size);
-        let revived = match found.waits_for {
-            Some(_) => 0,
-            None => found.shared.iter().filter(|&&b| self.pool.ref_cnt(b) == 0).count(),
-        };
-        total - found.num_freed - found.shared.len() + revived
+    /// Free blocks that a unit takes beside what was `found`: fresh ones, and cached ones that
+    /// nobody holds.
+    fn blocks_for(&self, unit: &[SeqId], found: &[Found]) -> usize {
+        let needed = unit.iter().zip(found).map(|(&id, found)| {
+            let total = self.seqs.get(id).num_tokens().div_ceil(self.config.block_size);
+            let revived = found.shared.iter().filter(|&&b| self.pool.ref_cnt(b) == 0).count();
+            total - found.num_freed - found.shared.len() - found.of_first + revived
+        });
+        needed.sum()
     }
 
     /// What there is for each member of a unit.
@@ -179,8 +172,7 @@ impl Scheduler {
             return vec![self.find(id)];
         }
         // Beams take over from the first what they have in common with it; those that have less
-        // see more of it, so it is taken from the start. Its table is not there yet, so the
-        // blocks are named when it is.
+        // see more of it, so it is taken from the start.
         let mut all = vec![self.find_cached(unit[0], None)];
         for &id in &unit[1..] {
             let (first, seq) = (self.seqs.get(unit[0]), self.seqs.get(id));
@@ -188,7 +180,7 @@ impl Scheduler {
             let blocks = common.min(seq.tokens.len() - 1) / self.config.block_size;
             let kv_len = blocks * self.config.block_size;
             all.push(Found {
-                shared: vec![BlockId(u32::MAX); blocks],
+                of_first: blocks,
                 kv_len,
                 waits_for: (blocks > 0).then_some((unit[0], kv_len)),
                 ..Found::default()
@@ -229,7 +221,7 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let Some(hasher) = &self.config.prefix_cache else { return Found::default() };
         let seq = self.seqs.get_mut(id);
-        if seq.skip_cache {
+        if seq.skip_cache || seq.root.is_none() {
             return Found::default();
         }
         let full = seq.tokens.len() / block_size;
@@ -240,29 +232,29 @@ impl Scheduler {
             return Found::cached(0, shared, block_size);
         };
         let hits: Vec<Option<BlockId>> = hits.collect();
-        for end in (1..=full).rev() {
+        // How many hits in a row end before each block; the longest prefix with enough of them.
+        let (mut run, mut best) = (0, None);
+        for end in 1..=full {
+            run = if hits[end - 1].is_some() { run + 1 } else { 0 };
             // The next token is computed at `end`; where that is all there is, at one before.
             let next = (end * block_size).min(seq.num_tokens() - 1);
             let first = (next + 1).saturating_sub(window) / block_size;
-            let run = hits[first.min(end)..end].iter().map_while(|&hit| hit);
-            let shared: Vec<BlockId> = run.collect();
-            if first + shared.len() == end {
-                return Found::cached(first, shared, block_size);
+            if first + run >= end {
+                best = Some(first.min(end)..end);
             }
         }
-        Found::default()
+        let Some(best) = best else { return Found::default() };
+        let shared = hits[best.clone()].iter().copied().flatten().collect();
+        Found::cached(best.start, shared, block_size)
     }
 
     /// Gives `id` what was found and fresh blocks for the rest, which are there.
     fn take_over(&mut self, id: SeqId, found: Found, plan: &mut StepPlan) {
         let block_size = self.config.block_size;
-        let shared = match found.waits_for {
-            Some((first, _)) => {
-                let blocks = self.seqs.get(first).table.blocks();
-                blocks[..found.shared.len()].to_vec()
-            }
-            None => found.shared,
-        };
+        let mut shared = found.shared;
+        if let Some((first, _)) = found.waits_for {
+            shared.extend(&self.seqs.get(first).table.blocks()[..found.of_first]);
+        }
         let seq = self.seqs.get_mut(id);
         let num_tokens = seq.num_tokens();
         seq.table = BlockTable::with_freed(found.num_freed);

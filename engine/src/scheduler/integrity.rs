@@ -4,37 +4,42 @@ use super::plan::InFlight;
 use super::sequence::{State, SwappedBlock};
 use super::{GroupKind, KvUsage, Policy, Scheduler, SeqId};
 use crate::kv::BlockId;
-use std::collections::HashSet;
 
 impl Scheduler {
     /// How full the KV cache is now. Takes time in proportion to the blocks held.
     pub fn kv_usage(&self) -> KvUsage {
         let block_size = self.config.block_size;
-        let mut seen = HashSet::new();
+        let mut seen = vec![false; self.pool.num_blocks()];
+        let mut num_held = 0;
+        let mut first_time = |block: BlockId| {
+            let first = !std::mem::replace(&mut seen[block.index()], true);
+            num_held += usize::from(first);
+            first
+        };
         let mut num_live_tokens = 0;
         for seq in self.seqs.iter() {
             for (i, &block) in seq.table.blocks().iter().enumerate() {
-                if seen.insert(block) {
+                if first_time(block) {
                     let start = (seq.table.num_freed() + i) * block_size;
                     num_live_tokens += seq.kv_len.saturating_sub(start).min(block_size);
                 }
             }
         }
-        for blocks in self.batch.tables() {
-            seen.extend(blocks);
+        for &block in self.batch.tables().flatten() {
+            first_time(block);
         }
         for block in self.seqs.iter().flat_map(swapped_on_device) {
-            if seen.insert(block) {
+            if first_time(block) {
                 num_live_tokens += block_size;
             }
         }
         KvUsage {
             num_blocks: self.pool.num_blocks(),
-            num_held: seen.len(),
-            num_in_transit: self.pool.num_held() - seen.len(),
+            num_held,
+            num_in_transit: self.pool.num_held() - num_held,
             num_cached_free: self.pool.num_cached_free(),
             num_live_tokens,
-            num_wasted_slots: seen.len() * block_size - num_live_tokens,
+            num_wasted_slots: num_held * block_size - num_live_tokens,
             num_swapped: self.host.num_held(),
         }
     }

@@ -59,7 +59,7 @@ use std::ops::Range;
 
 /// Identifies the samples or beams of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GroupId(u64);
+struct GroupId(u64);
 
 /// Sequences of one request.
 #[derive(Debug)]
@@ -166,11 +166,6 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Steps planned and not yet updated.
-    pub fn num_in_flight(&self) -> usize {
-        self.in_flight.len()
-    }
-
     /// Counters.
     pub fn stats(&self) -> SchedulerStats {
         self.stats
@@ -186,9 +181,13 @@ impl Scheduler {
         self.seqs.contains(id)
     }
 
-    /// Forgets all cached prefixes; what is shared already stays shared.
+    /// Forgets all cached prefixes: nothing computed so far, or from now on by sequences that
+    /// live, is shared with later ones. What is shared already stays shared.
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_cache();
+        for seq in self.seqs.iter_mut() {
+            seq.root = None;
+        }
     }
 
     /// Whether `id` holds a seat.
@@ -202,8 +201,9 @@ impl Scheduler {
         matches!(self.seqs.get(id).state, State::Waiting | State::Swapped(_))
     }
 
-    /// Adds `n` samples of a prompt at their place in the queue. The prompt is computed and
-    /// stored once. `max_tokens` beyond the context, or a prompt that leaves no room for one
+    /// Adds `n` samples of a prompt at their place in the queue. The prompt is computed once, as
+    /// long as one that has computed it runs or the prefix cache holds it, and stored once for
+    /// all that run. `max_tokens` beyond the context, or a prompt that leaves no room for one
     /// token, is refused.
     pub fn add(&mut self, new: NewSequence, n: usize) -> Result<Vec<SeqId>, AdmissionError> {
         assert!(n >= 1, "a request has samples");
@@ -282,6 +282,14 @@ impl Scheduler {
         i - before..i + after
     }
 
+    /// All beams of the request of `id`, or it alone.
+    fn gang(&self, id: SeqId) -> Vec<SeqId> {
+        match self.beams(id) {
+            Some(group) => self.groups[&group].members.clone(),
+            None => vec![id],
+        }
+    }
+
     /// The group of `id`, if it is a beam.
     fn beams(&self, id: SeqId) -> Option<GroupId> {
         let group = self.seqs.get(id).group?;
@@ -352,11 +360,16 @@ impl Scheduler {
         seq.num_computed_tokens = end;
         seq.kv_len = seq.kv_len.max(end);
         seq.num_pending += usize::from(samples);
-        let prompt_done = (start..end).contains(&(seq.prompt_len - 1));
-        if let Some(group) = seq.group.filter(|_| prompt_done) {
-            self.woken.push(group);
+        if (start..end).contains(&(seq.prompt_len - 1)) {
+            self.prompt_is_computed(id);
         }
         self.publish(id, plan.step);
+    }
+
+    /// Samples of the same request may follow in the next step.
+    fn prompt_is_computed(&mut self, id: SeqId) {
+        let group = self.seqs.get(id).group.filter(|group| self.woken.last() != Some(group));
+        self.woken.extend(group);
     }
 
     /// Names the full blocks of `id` whose tokens are known. `step` is the latest that writes
@@ -364,7 +377,7 @@ impl Scheduler {
     fn publish(&mut self, id: SeqId, step: u64) {
         let Some(hasher) = &self.config.prefix_cache else { return };
         let seq = self.seqs.get_mut(id);
-        if seq.state != State::Running {
+        if seq.state != State::Running || seq.root.is_none() {
             return;
         }
         let full = seq.kv_len.min(seq.tokens.len()) / self.config.block_size;
@@ -386,16 +399,19 @@ impl Scheduler {
             let Some(Group { members, kind: GroupKind::Samples }) = self.groups.get(&group) else {
                 continue;
             };
-            let members = members.clone();
-            if !members.iter().any(|&id| self.has_computed_prompt(id)) {
-                continue;
+            if members.iter().any(|&id| self.has_computed_prompt(id)) {
+                self.wake(group, usize::MAX);
             }
-            for id in members {
-                if self.seqs.get(id).state == State::Pending {
-                    self.seqs.get_mut(id).state = State::Waiting;
-                    self.enqueue(id);
-                }
-            }
+        }
+    }
+
+    /// Lets the first `count` samples that stand aside join the queue.
+    fn wake(&mut self, group: GroupId, count: usize) {
+        let members = self.groups[&group].members.iter().copied();
+        let pending = members.filter(|&id| self.seqs.get(id).state == State::Pending);
+        for id in pending.take(count).collect::<Vec<_>>() {
+            self.seqs.get_mut(id).state = State::Waiting;
+            self.enqueue(id);
         }
     }
 
@@ -462,8 +478,11 @@ impl Scheduler {
                 self.running.remove(at);
             }
             State::Waiting | State::Swapped(_) => {
-                let at = self.waiting.iter().position(|&w| w == id).expect("waiting");
-                self.waiting.remove(at);
+                // Beams are of one order, so it is there or a little behind.
+                let before = |&w: &SeqId| w != id && self.seqs.get(w).order < seq.order;
+                let from = self.waiting.partition_point(before);
+                let ahead = self.waiting.iter().skip(from).position(|&w| w == id);
+                self.waiting.remove(from + ahead.expect("waiting"));
             }
             State::Pending => {}
         }
@@ -502,21 +521,19 @@ impl Scheduler {
             self.reserved_seats += usize::from(seq.state == State::Running);
             return;
         }
-        let members = group.members.clone();
-        let pending = |id: &SeqId| self.seqs.get(*id).state == State::Pending;
-        if let Some(&next) = members.first().filter(|_| members.iter().all(pending)) {
-            self.seqs.get_mut(next).state = State::Waiting;
-            self.enqueue(next);
+        let mut members = self.groups[&group_id].members.iter();
+        if members.all(|&id| self.seqs.get(id).state == State::Pending) {
+            // With a prefix cache, all of them find what it has computed.
+            let computed = seq.kv_len >= seq.prompt_len && seq.root.is_some() && !seq.skip_cache;
+            self.wake(group_id, if computed { usize::MAX } else { 1 });
         }
     }
 }
 
 /// Names the first `count` blocks of `seq`.
 fn name_blocks(hasher: &PrefixHasher, seq: &mut Sequence, count: usize, block_size: usize) {
-    let mut parent = match seq.hashes.last() {
-        Some(&last) => last,
-        None => seq.root.expect("with a cache every sequence has a root"),
-    };
+    let root = seq.root.expect("a sequence whose blocks are named");
+    let mut parent = seq.hashes.last().copied().unwrap_or(root);
     for i in seq.hashes.len()..count {
         parent = hasher.link(&parent, &seq.tokens[i * block_size..(i + 1) * block_size]);
         seq.hashes.push(parent);

@@ -38,7 +38,7 @@ pub struct StepPlan {
     pub step: u64,
     /// In batch order.
     pub scheduled: Vec<ScheduledSeq>,
-    /// Block copies that come first.
+    /// Swaps and copies of blocks that come first.
     pub transfers: BlockTransfers,
     /// Sequences that gave up their blocks to make room.
     pub preempted: Vec<(SeqId, PreemptionKind)>,

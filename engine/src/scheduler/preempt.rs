@@ -136,6 +136,9 @@ impl Scheduler {
     /// Takes back the blocks that the last of the swapped sequences left in the pool, as others
     /// held them then; it is computed anew. False: none did.
     pub(super) fn reclaim_swapped(&mut self, plan: &StepPlan) -> bool {
+        if self.config.preemption == Preemption::Recompute {
+            return false;
+        }
         let on_device = |&&id: &&SeqId| match &self.seqs.get(id).state {
             State::Swapped(blocks) => blocks.iter().any(|b| matches!(b, SwappedBlock::Device(_))),
             _ => false,
@@ -148,11 +151,7 @@ impl Scheduler {
     /// Makes a swapped sequence one that is computed anew. Beams come back together or not at
     /// all, so all of them are.
     fn give_up_swapped(&mut self, id: SeqId, plan: &StepPlan) {
-        let ids = match self.beams(id) {
-            Some(group) => self.groups[&group].members.clone(),
-            None => vec![id],
-        };
-        for id in ids {
+        for id in self.gang(id) {
             let seq = self.seqs.get_mut(id);
             let (mut blocks, mut host_blocks) = seq.take_blocks();
             self.pool.release_all(&mut blocks);
@@ -172,12 +171,8 @@ impl Scheduler {
     /// Puts `id`, which a cancelled step was to compute or copy, back into the queue without
     /// blocks; with it all beams of its group.
     pub(super) fn restart(&mut self, id: SeqId) {
-        let ids = match self.beams(id) {
-            Some(group) => self.groups[&group].members.clone(),
-            None => vec![id],
-        };
         let mut release_seats = true;
-        for id in ids {
+        for id in self.gang(id) {
             if self.seqs.get(id).state == State::Running {
                 if std::mem::take(&mut release_seats) {
                     self.release_reserved_seats(id);

@@ -124,7 +124,7 @@ pub struct Sequence {
     pub(super) seated_in: u64,
     /// Step it was last planned in, and what was computed before.
     pub(super) last_planned: (u64, usize),
-    /// Where the chain of `hashes` starts.
+    /// Where the chain of `hashes` starts; `None`: it shares no blocks through the cache.
     pub(super) root: Option<BlockHash>,
     /// Names of its full blocks, as far as they were needed.
     pub(super) hashes: Vec<BlockHash>,
@@ -267,6 +267,10 @@ impl Slab {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().filter_map(|(_, seq)| seq.as_ref())
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Sequence> {
+        self.slots.iter_mut().filter_map(|(_, seq)| seq.as_mut())
     }
 
     pub(super) fn iter_with_ids(&self) -> impl Iterator<Item = (SeqId, &Sequence)> {

@@ -17,9 +17,10 @@ pub struct SchedulerStats {
     pub prefix_queries: u64,
     /// Those of them that were found.
     pub prefix_hits: u64,
-    /// Sequences that took a prompt's blocks over from a sample of the same request.
+    /// Sequences that took blocks over from a sample or beam of the same request.
     pub num_forks: u64,
-    /// Blocks copied because somebody else holds them too.
+    /// Blocks copied, or about to be when their step ran short of blocks, because somebody else
+    /// holds them too.
     pub num_block_copies: u64,
     /// Blocks freed because they left every layer's window.
     pub num_window_freed: u64,
