@@ -4,6 +4,7 @@
 //! * [`harness`]: one op at a time on any backend, with inputs that arrive bit for bit.
 //! * [`conformance`]: the cases of each op, and how far two backends may differ.
 //! * [`oracle`]: a request run alone, and what two runs must agree on.
+//! * [`ptx`]: the kernels of `kernels-ptx`, launched in the PTX interpreter.
 //! * [`strategies`]: proptest strategies for shapes, ragged batches and request mixes.
 #![forbid(unsafe_code)]
 
@@ -11,5 +12,6 @@ pub mod conformance;
 pub mod fixtures;
 pub mod harness;
 pub mod oracle;
+pub mod ptx;
 pub mod rng;
 pub mod strategies;
