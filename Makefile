@@ -6,12 +6,13 @@ MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPTS ?= examples/prompts.jsonl
 
 KERNELS_PYTHON := kernels-triton/.venv/bin/python
+FORMAT ?= md
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench bench-build lint fetch setup kernels kernels-check
+.PHONY: help run test bench bench-build lint fetch setup kernels kernels-check kernels-profile
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 run: fetch ## build quire and answer the prompts of examples/prompts.jsonl (another file: PROMPTS=…)
 	$(CARGO) build --release -p quire-server
@@ -48,3 +49,7 @@ kernels: setup ## compile the Triton kernels that changed into kernels-ptx, and 
 kernels-check: setup ## recompile all kernels, compare, assemble, check limits; run their tests
 	$(KERNELS_PYTHON) kernels-triton/aot.py --check --ptxas
 	$(KERNELS_PYTHON) -m pytest -q kernels-triton
+
+kernels-profile: ## count what the kernels do in the PTX interpreter; refresh and print the table (FORMAT=json)
+	@QUIRE_WRITE_PROFILE=1 $(CARGO) test -q -p quire-tests --test ptx_kernels profile:: >&2
+	@cat "$${CARGO_TARGET_DIR:-target}/tmp/kernels-profile.$(FORMAT)"

@@ -88,29 +88,44 @@ def assemble_all(table: Table, out: Path, variants: list[Variant]) -> dict[str, 
 
 
 def shared_bytes_of(out: Path) -> dict[str, int]:
-    """Variant id → dynamic shared memory, from the manifest."""
-    manifest = yaml.safe_load((out / "manifest.yaml").read_text())
+    """Variant id → dynamic shared memory, from the manifest; `aot.py --only` writes none."""
+    path = out / "manifest.yaml"
+    if not path.exists():
+        return {}
+    manifest = yaml.safe_load(path.read_text())
     return {f"{v['target']}/{v['name']}": v["shared_bytes"]
             for kernel in manifest["kernels"] for v in kernel["variants"]}
 
 
 def check_limits(table: Table, variants: list[Variant], usage: dict[str, list[Usage]],
                  shared: dict[str, int]) -> None:
-    """Prints each variant's use against its limits; raises if any is over."""
+    """Prints each variant's use against its limits; raises if any is over.
+
+    Shared memory is not known of a variant that is not in a manifest yet.
+    """
     over = []
     for variant in variants:
         registers = max(u.registers for u in usage[variant.id])
         spills = max(u.spill_bytes for u in usage[variant.id])
         room = min(table.limits["shared_kib"][u.arch] for u in usage[variant.id]) * KIB
         values = [("registers", registers, variant.limits["registers"]),
-                  ("spill bytes", spills, variant.limits["spill_bytes"]),
-                  ("shared bytes", shared[variant.id], room)]
+                  ("spill bytes", spills, variant.limits["spill_bytes"])]
+        if variant.id in shared:
+            values.append(("shared bytes", shared[variant.id], room))
         print(f"{variant.id}: "
               + ", ".join(f"{what} {value}/{limit}" for what, value, limit in values))
         over += [f"{variant.id}: {what} {value}, the limit is {limit}"
                  for what, value, limit in values if value > limit]
     if over:
         raise AotError("over the limits of variants.yaml:\n" + "\n".join(over))
+
+
+def check_listed(variants: list[Variant], shared: dict[str, int]) -> None:
+    """Every variant of the table must be in the manifest."""
+    unlisted = [variant.id for variant in variants if variant.id not in shared]
+    if unlisted:
+        raise AotError("the manifest lacks these variants; run `make kernels`:\n  "
+                       + "\n  ".join(unlisted))
 
 
 def check_size(table: Table, out: Path) -> None:
@@ -207,8 +222,10 @@ def split_readme() -> tuple[str, str, str]:
 def run(table: Table, out: Path, only: str | None, write_table: bool) -> None:
     """The whole of `aot.py --ptxas`."""
     variants = [v for v in table.variants if only is None or only in v.id]
-    usage = assemble_all(table, out, variants)
     shared = shared_bytes_of(out)
+    if only is None:
+        check_listed(variants, shared)
+    usage = assemble_all(table, out, variants)
     check_limits(table, variants, usage, shared)
     if only is not None:
         return

@@ -80,6 +80,15 @@ def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
     assert file.read_bytes() == good and not stranger.exists()
 
 
+def test_a_trial_is_assembled_and_a_release_needs_the_manifest(tmp_path: Path) -> None:
+    root = copy_sources(tmp_path / "one")
+    assert run(root, "--only", SMALL).returncode == 0
+    trial = run(root, "--only", SMALL, "--ptxas")
+    assert trial.returncode == 0 and f"{SMALL}_block1024_w4_s1: registers" in trial.stdout
+    done = run(root, "--ptxas")
+    assert done.returncode == 1 and "run `make kernels`" in done.stderr and SMALL in done.stderr
+
+
 @pytest.mark.parametrize("file, old, new, message", [
     ("memory/kernels.py", "mask=mask), mask=mask)", "mask=mask), mask=nothing)", "nothing"),
     ("variants.yaml", "      num_blocks: ", "      num_blocs: ", "num_blocs"),

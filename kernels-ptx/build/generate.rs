@@ -166,7 +166,7 @@ fn escape(text: &str) -> String {
     for (index, part) in text.split('`').enumerate() {
         out += if index == 0 { "" } else { "`" };
         for c in part.chars() {
-            if index % 2 == 0 && "[]<>*_".contains(c) {
+            if index % 2 == 0 && "[]<>*".contains(c) {
                 out.push('\\');
             }
             out.push(if c == '\n' { ' ' } else { c });

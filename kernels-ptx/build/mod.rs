@@ -51,11 +51,7 @@ pub enum Origin {
 /// Not the folder of the sources, which holds the virtual environment: a file that is new there
 /// matters only once a file that is in the list names it.
 pub fn watched(paths: &Paths) -> Result<Vec<PathBuf>> {
-    let mut files = vec![
-        paths.committed.join("build"),
-        paths.committed.join("manifest.yaml"),
-        paths.committed.join("ptx"),
-    ];
+    let mut files = vec![paths.committed.join("manifest.yaml"), paths.committed.join("ptx")];
     if let Some(sources) = &paths.sources {
         files.extend(sources::files(sources)?.into_iter().map(|file| sources.join(file)));
     }

@@ -127,3 +127,16 @@ impl Text {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The limit that `kernels-triton/variants.yaml` states, too.
+    const MAX_COMPRESSED_BYTES: usize = 10_000_000;
+
+    #[test]
+    fn the_blob_is_no_larger_than_agreed() {
+        assert!(BLOB.len() <= MAX_COMPRESSED_BYTES, "{} bytes", BLOB.len());
+    }
+}

@@ -30,5 +30,5 @@ mod registry;
 pub use element::{DType, DevicePtr, Element};
 pub use kernel::{Arg, Kernel, Variant, kernels};
 pub use launch::Launch;
-pub use params::{HintError, Number, Params};
+pub use params::{HintError, Params};
 pub use registry::{ComputeCapability, Registry, SelectError, Target};

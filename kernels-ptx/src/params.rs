@@ -19,7 +19,7 @@ pub struct Params {
 }
 
 /// A value that can be a kernel's argument: a device pointer or a number.
-pub trait Number: Copy {
+pub(crate) trait Number: Copy {
     /// The value at the start of a slot, as it lies in memory; the rest is zero.
     fn slot(self) -> u64;
 }
@@ -109,5 +109,27 @@ impl fmt::Display for HintError {
         } else {
             write!(f, "{kernel}: {name} is {value}, which is not a multiple of {multiple}")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_at_the_start_of_its_slot() {
+        let mut params = Params::new();
+        params.push(-2i32);
+        params.push(u32::MAX);
+        params.push(i64::MIN);
+        params.push(u64::MAX);
+        params.push(1.5f32);
+        let mut expected = [[0; 8]; 5];
+        expected[0][..4].copy_from_slice(&(-2i32).to_ne_bytes());
+        expected[1][..4].copy_from_slice(&u32::MAX.to_ne_bytes());
+        expected[2] = i64::MIN.to_ne_bytes();
+        expected[3] = u64::MAX.to_ne_bytes();
+        expected[4][..4].copy_from_slice(&1.5f32.to_ne_bytes());
+        assert_eq!(params.slots(), expected.map(u64::from_ne_bytes));
     }
 }

@@ -49,7 +49,6 @@ impl Target {
 #[derive(Debug)]
 pub struct Registry {
     capability: ComputeCapability,
-    kernels: &'static [Kernel],
     /// Best first; at least one.
     targets: Vec<&'static Target>,
 }
@@ -104,20 +103,12 @@ impl Registry {
     /// # Errors
     /// [`SelectError::UnsupportedDevice`].
     pub fn new(capability: ComputeCapability) -> Result<Self, SelectError> {
-        Registry::of(kernels(), &TARGETS, capability)
-    }
-
-    fn of(
-        kernels: &'static [Kernel],
-        all: &'static [Target],
-        capability: ComputeCapability,
-    ) -> Result<Self, SelectError> {
-        let targets: Vec<_> = all.iter().filter(|target| target.runs_on(capability)).collect();
+        let targets: Vec<_> = TARGETS.iter().filter(|target| target.runs_on(capability)).collect();
         if targets.is_empty() {
-            let names: Vec<_> = all.iter().map(|target| target.name).collect();
+            let names: Vec<_> = TARGETS.iter().map(|target| target.name).collect();
             return Err(SelectError::UnsupportedDevice { capability, targets: names.join(", ") });
         }
-        Ok(Registry { capability, kernels, targets })
+        Ok(Registry { capability, targets })
     }
 
     /// The variant for the arguments of `L` with these constants. A constant that is not named may
@@ -142,7 +133,7 @@ impl Registry {
         types: &[(&str, DType)],
         constants: &[(&str, i64)],
     ) -> Result<&'static Variant, SelectError> {
-        let found = self.kernels.iter().find(|known| known.name == kernel);
+        let found = kernels().iter().find(|known| known.name == kernel);
         let found =
             found.ok_or_else(|| SelectError::UnknownKernel { kernel: kernel.to_owned() })?;
         self.select_in(found, types, constants)

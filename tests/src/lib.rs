@@ -5,6 +5,7 @@
 //! * [`conformance`]: the cases of each op, and how far two backends may differ.
 //! * [`oracle`]: a request run alone, and what two runs must agree on.
 //! * [`ptx`]: the kernels of `kernels-ptx`, launched in the PTX interpreter.
+//! * [`roofline`]: the bytes that each of those kernels must move.
 //! * [`strategies`]: proptest strategies for shapes, ragged batches and request mixes.
 #![forbid(unsafe_code)]
 
@@ -14,4 +15,5 @@ pub mod harness;
 pub mod oracle;
 pub mod ptx;
 pub mod rng;
+pub mod roofline;
 pub mod strategies;

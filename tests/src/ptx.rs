@@ -2,8 +2,9 @@
 //!
 //! [`Kernels`] is the manifest, [`Variant`] one PTX file with its launch interface, [`Gpu`] memory
 //! and the launches on it. A launch names its arguments; names, order, types and the promised
-//! multiples of 16 are checked as the launcher has to check them.
+//! multiples of 16 are checked as the launcher has to check them. [`recorded`] lists launches.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
@@ -27,6 +28,8 @@ pub struct Kernels {
 pub struct KernelEntry {
     /// Name of the kernel.
     pub name: String,
+    /// Folder of its source.
+    pub family: String,
     args: Vec<ArgEntry>,
     /// Its PTX files, of all targets.
     pub variants: Vec<VariantEntry>,
@@ -227,14 +230,19 @@ impl<'a> Variant<'a> {
         &self.entry.name
     }
 
+    /// What `dtype` is here, if the kernel has one.
+    fn typed(&self) -> Option<Element> {
+        self.entry.types.get("dtype").map(|name| match name.as_str() {
+            "fp32" => Element::F32,
+            "fp16" => Element::F16,
+            "bf16" => Element::Bf16,
+            other => panic!("{}: dtype is {other:?}", self.entry.name),
+        })
+    }
+
     /// What `dtype` is here.
     pub fn element(&self) -> Element {
-        match self.entry.types.get("dtype").map(String::as_str) {
-            Some("fp32") => Element::F32,
-            Some("fp16") => Element::F16,
-            Some("bf16") => Element::Bf16,
-            other => panic!("{}: dtype is {other:?}", self.entry.name),
-        }
+        self.typed().unwrap_or_else(|| panic!("{} has no dtype", self.entry.name))
     }
 
     /// A constant of the kernel.
@@ -320,6 +328,30 @@ macro_rules! args {
     (@value $name:ident : $value:expr) => { $crate::ptx::Value::from($value) };
 }
 
+/// A launch that [`recorded`] saw.
+#[derive(Debug)]
+pub struct Launched {
+    /// `<family>.<name>` of the kernel.
+    pub kernel: String,
+    /// Name of the variant.
+    pub variant: String,
+    /// Bytes of an element of the variant's type; 4 where it has none.
+    pub element_bytes: usize,
+    /// What it did.
+    pub profile: Profile,
+}
+
+thread_local! {
+    static RECORD: RefCell<Option<Vec<Launched>>> = const { RefCell::new(None) };
+}
+
+/// Runs `work` and lists what this thread launched meanwhile, on whatever device.
+pub fn recorded(work: impl FnOnce()) -> Vec<Launched> {
+    RECORD.set(Some(Vec::new()));
+    work();
+    RECORD.take().expect("still recording")
+}
+
 /// Device memory and launches on it.
 #[derive(Debug, Default)]
 pub struct Gpu {
@@ -327,8 +359,6 @@ pub struct Gpu {
     pub memory: Memory,
     /// Order of the blocks of each launch.
     pub order: CtaOrder,
-    /// What was launched so far.
-    pub profile: Profile,
 }
 
 impl Gpu {
@@ -411,7 +441,16 @@ impl Gpu {
         };
         let options = Options { order: self.order, ..Options::default() };
         let profile = launch(&variant.module, &launched, &mut self.memory, &options)?;
-        self.profile.add(&profile);
+        RECORD.with_borrow_mut(|record| {
+            if let Some(launches) = record {
+                launches.push(Launched {
+                    kernel: format!("{}.{}", variant.kernel.family, variant.kernel.name),
+                    variant: variant.name().to_owned(),
+                    element_bytes: variant.typed().map_or(4, Element::bytes),
+                    profile,
+                });
+            }
+        });
         Ok(())
     }
 }

@@ -1,8 +1,8 @@
 //! What a launch did, counted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
-/// Counts of one launch; [`Profile::add`] sums several.
+/// Counts of one launch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Profile {
     /// Warp instructions executed, by opcode with modifiers. An instruction whose guard is false
@@ -29,6 +29,11 @@ pub struct Traffic {
     pub read_sectors: u64,
     /// 32-byte sectors that stores touch, counted for each warp instruction. 0 of shared memory.
     pub written_sectors: u64,
+    /// 32-byte sectors that loads touch, counted once a block: what a block's cache must fetch. 0 of
+    /// shared memory.
+    pub read_footprint: u64,
+    /// 32-byte sectors that stores touch, counted once a block. 0 of shared memory.
+    pub written_footprint: u64,
 }
 
 impl Profile {
@@ -42,46 +47,41 @@ impl Profile {
         let matching = self.instructions.iter().filter(|(opcode, _)| opcode.starts_with(prefix));
         matching.map(|(_, count)| count).sum()
     }
-
-    /// FLOPs for each byte of global traffic.
-    pub fn intensity(&self) -> f64 {
-        let bytes = self.global.read_bytes + self.global.written_bytes;
-        self.flops as f64 / bytes.max(1) as f64
-    }
-
-    /// Adds the counts of another launch.
-    pub fn add(&mut self, other: &Profile) {
-        for (opcode, count) in &other.instructions {
-            *self.instructions.entry(opcode.clone()).or_default() += count;
-        }
-        self.flops += other.flops;
-        self.blocks += other.blocks;
-        for (to, from) in [(&mut self.global, other.global), (&mut self.shared, other.shared)] {
-            to.read_bytes += from.read_bytes;
-            to.written_bytes += from.written_bytes;
-            to.read_sectors += from.read_sectors;
-            to.written_sectors += from.written_sectors;
-        }
-    }
 }
 
-/// Number of distinct 32-byte sectors among the addresses of one warp's accesses.
-pub(crate) fn sectors(addresses: impl Iterator<Item = u64>) -> u64 {
-    let mut sectors = [0u64; 32];
-    let (mut count, mut ordered) = (0, true);
-    for address in addresses {
-        let sector = address / 32;
-        if count > 0 && sectors[count - 1] == sector {
-            continue;
+/// Counts the sectors of one direction of traffic, for warp instructions and for the running block.
+#[derive(Default)]
+pub(crate) struct Sectors {
+    of_block: HashSet<u64>,
+}
+
+impl Sectors {
+    /// Number of distinct sectors among the addresses of one warp's accesses.
+    pub fn touch(&mut self, addresses: impl Iterator<Item = u64>) -> u64 {
+        let mut sectors = [0u64; 32];
+        let (mut count, mut ordered) = (0, true);
+        for address in addresses {
+            let sector = address / 32;
+            if count > 0 && sectors[count - 1] == sector {
+                continue;
+            }
+            ordered &= count == 0 || sectors[count - 1] < sector;
+            sectors[count] = sector;
+            count += 1;
         }
-        ordered &= count == 0 || sectors[count - 1] < sector;
-        sectors[count] = sector;
-        count += 1;
+        let sectors = &mut sectors[..count];
+        self.of_block.extend(sectors.iter().copied());
+        if !ordered {
+            sectors.sort_unstable();
+        }
+        let repeats = sectors.windows(2).filter(|pair| pair[0] == pair[1]).count();
+        (count - repeats) as u64
     }
-    let sectors = &mut sectors[..count];
-    if !ordered {
-        sectors.sort_unstable();
+
+    /// Number of distinct sectors since the last call.
+    pub fn end_block(&mut self) -> u64 {
+        let count = self.of_block.len() as u64;
+        self.of_block.clear();
+        count
     }
-    let repeats = sectors.windows(2).filter(|pair| pair[0] == pair[1]).count();
-    (count - repeats) as u64
 }

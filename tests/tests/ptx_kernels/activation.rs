@@ -7,7 +7,7 @@ use quire_tests::rng::Rng;
 
 pub const TESTED: &[&str] = &["silu_mul"];
 
-fn run(variant: &Variant<'_>, gate_up: &[f32], width: usize, order: CtaOrder) -> Vec<f32> {
+pub fn run(variant: &Variant<'_>, gate_up: &[f32], width: usize, order: CtaOrder) -> Vec<f32> {
     let (mut gpu, rows) = (Gpu::ordered(order), gate_up.len() / (2 * width));
     let out = gpu.empty("out", rows * width * variant.element().bytes());
     let gate_up = gpu.floats("gate_up", Element::F32, gate_up);

@@ -13,14 +13,15 @@ pub const TESTED: &[&str] =
 /// Unused elements at the end of each row of x and of the output.
 const GAP: usize = 16;
 
+/// A product x Wᵀ and its epilogue.
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    rows: usize,
-    n: usize,
-    k: usize,
-    bias: bool,
-    accumulate: bool,
-    seed: u64,
+pub struct Case {
+    pub rows: usize,
+    pub n: usize,
+    pub k: usize,
+    pub bias: bool,
+    pub accumulate: bool,
+    pub seed: u64,
 }
 
 impl Case {
@@ -54,7 +55,7 @@ impl Case {
 }
 
 /// A case on a device, for rows `rows` of x.
-struct Data {
+pub struct Data {
     gpu: Gpu,
     rows: Vec<usize>,
     x: u64,
@@ -67,7 +68,13 @@ struct Data {
 
 impl Data {
     /// `gated`: the output is that of the gated product, else f32 and perhaps added to.
-    fn new(case: &Case, element: Element, rows: &[usize], gated: bool, order: CtaOrder) -> Data {
+    pub fn new(
+        case: &Case,
+        element: Element,
+        rows: &[usize],
+        gated: bool,
+        order: CtaOrder,
+    ) -> Data {
         let mut gpu = Gpu::ordered(order);
         let (all, before) = (case.x(element), case.before());
         let padded = |values: &[f32], width: usize| -> Vec<f32> {
@@ -99,7 +106,7 @@ impl Data {
         (0..self.rows.len()).map(row).collect()
     }
 
-    fn gemm(&mut self, variant: &Variant<'_>, case: &Case) {
+    pub fn gemm(&mut self, variant: &Variant<'_>, case: &Case) {
         let tiles = self.rows.len().div_ceil(variant.constant("BLOCK_T"))
             * case.n.div_ceil(variant.constant("BLOCK_N"));
         self.gpu.launch(
@@ -113,7 +120,7 @@ impl Data {
         );
     }
 
-    fn gated(&mut self, variant: &Variant<'_>, case: &Case) {
+    pub fn gated(&mut self, variant: &Variant<'_>, case: &Case) {
         let tiles = self.rows.len().div_ceil(variant.constant("BLOCK_T"))
             * (case.n / 2).div_ceil(variant.constant("BLOCK_N"));
         self.gpu.launch(
@@ -127,7 +134,7 @@ impl Data {
     }
 
     /// The chunks of the product, and their number.
-    fn partial(&mut self, variant: &Variant<'_>, case: &Case) -> (u64, usize) {
+    pub fn partial(&mut self, variant: &Variant<'_>, case: &Case) -> (u64, usize) {
         let rows = self.rows.len();
         let chunks = case.k.div_ceil(variant.constant("CHUNK"));
         let partial = self.gpu.empty("partial", 4 * chunks * rows * case.n);
@@ -147,7 +154,7 @@ impl Data {
         (partial, chunks)
     }
 
-    fn fold(&mut self, variant: &Variant<'_>, case: &Case, (partial, chunks): (u64, usize)) {
+    pub fn fold(&mut self, variant: &Variant<'_>, case: &Case, (partial, chunks): (u64, usize)) {
         let grid = [self.rows.len(), case.n.div_ceil(variant.constant("BLOCK_N"))];
         self.gpu.launch(
             variant,
@@ -160,7 +167,12 @@ impl Data {
         );
     }
 
-    fn fold_gated(&mut self, variant: &Variant<'_>, case: &Case, (partial, chunks): (u64, usize)) {
+    pub fn fold_gated(
+        &mut self,
+        variant: &Variant<'_>,
+        case: &Case,
+        (partial, chunks): (u64, usize),
+    ) {
         let grid = [self.rows.len(), self.width.div_ceil(variant.constant("BLOCK_N"))];
         self.gpu.launch(variant, &grid, args![
             out: self.out, partial, num_rows: self.rows.len(), num_n: case.n, num_chunks: chunks,

@@ -15,6 +15,7 @@ mod memory;
 mod moe;
 mod norm_rope;
 mod planted;
+mod profile;
 mod sampling;
 
 /// The kernels whose variants some module goes over.

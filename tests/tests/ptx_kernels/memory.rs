@@ -2,7 +2,7 @@
 
 use quire_ptxsim::CtaOrder;
 use quire_tests::args;
-use quire_tests::ptx::{Element, Gpu, Kernels};
+use quire_tests::ptx::{Element, Gpu, Kernels, Variant};
 use quire_tests::rng::Rng;
 
 pub const TESTED: &[&str] = &[
@@ -17,6 +17,24 @@ pub const TESTED: &[&str] = &[
 
 const ORDERS: [CtaOrder; 3] = [CtaOrder::Forward, CtaOrder::Reverse, CtaOrder::Shuffled(4)];
 
+/// Rows of `table`, `[_, hidden]`.
+pub fn embed(
+    variant: &Variant<'_>,
+    table: &[f32],
+    ids: &[u32],
+    hidden: usize,
+    order: CtaOrder,
+) -> Vec<f32> {
+    let mut gpu = Gpu::ordered(order);
+    let out = gpu.empty("out", ids.len() * hidden * 4);
+    let weights = gpu.floats("table", variant.element(), table);
+    let token_ids = gpu.u32s("token_ids", ids);
+    let grid = [ids.len(), hidden.div_ceil(variant.constant("BLOCK"))];
+    let num_table_rows = table.len() / hidden;
+    gpu.launch(variant, &grid, args![out, table: weights, token_ids, hidden, num_table_rows]);
+    gpu.read(out, Element::F32, ids.len() * hidden)
+}
+
 #[test]
 fn embeddings() {
     let kernels = Kernels::load();
@@ -26,19 +44,7 @@ fn embeddings() {
             let table: Vec<f32> =
                 Rng::new(1).floats(rows * hidden, 3.0).iter().map(|&x| element.round(x)).collect();
             let ids = [4u32, 0, 5, 4, u32::MAX, 2];
-            let mut gpu = Gpu::ordered(order);
-            let out = gpu.empty("out", ids.len() * hidden * 4);
-            let weights = gpu.floats("table", element, &table);
-            let token_ids = gpu.u32s("token_ids", &ids);
-            let grid = [ids.len(), hidden.div_ceil(variant.constant("BLOCK"))];
-            gpu.launch(
-                &variant,
-                &grid,
-                args![
-                    out, table: weights, token_ids, hidden, num_table_rows: rows,
-                ],
-            );
-            let got = gpu.read(out, Element::F32, ids.len() * hidden);
+            let got = embed(&variant, &table, &ids, hidden, order);
             for (got, &id) in got.chunks_exact(hidden).zip(&ids) {
                 let want = table.chunks_exact(hidden).nth(id as usize);
                 assert_eq!(got, want.unwrap_or(&vec![0.0; hidden]), "id {id}");
@@ -47,25 +53,35 @@ fn embeddings() {
     }
 }
 
+/// Rows of `table`, `[_, words]`.
+pub fn gather_rows(
+    variant: &Variant<'_>,
+    table: &[i32],
+    rows: &[i32],
+    words: usize,
+    order: CtaOrder,
+) -> Vec<i32> {
+    let mut gpu = Gpu::ordered(order);
+    let out = gpu.empty("out", rows.len() * words * 4);
+    let (source, picks) = (gpu.i32s("table", table), gpu.i32s("rows", rows));
+    let grid = [rows.len(), words.div_ceil(variant.constant("BLOCK"))];
+    let num_table_rows = table.len() / words;
+    gpu.launch(
+        variant,
+        &grid,
+        args![out, table: source, rows: picks, row_words: words, num_table_rows],
+    );
+    gpu.read_i32s(out, rows.len() * words)
+}
+
 #[test]
 fn gathered_rows() {
-    let variant = Kernels::load();
-    let variant = variant.only("gather_rows");
+    let kernels = Kernels::load();
+    let variant = kernels.only("gather_rows");
     for (words, order) in [(16usize, ORDERS[0]), (1024, ORDERS[1]), (1200, ORDERS[2])] {
         let table: Vec<i32> = (0..7 * words as i32).collect();
         let rows = [6, 0, -1, 7, 3, 3];
-        let mut gpu = Gpu::ordered(order);
-        let out = gpu.empty("out", rows.len() * words * 4);
-        let (source, picks) = (gpu.i32s("table", &table), gpu.i32s("rows", &rows));
-        let grid = [rows.len(), words.div_ceil(variant.constant("BLOCK"))];
-        gpu.launch(
-            &variant,
-            &grid,
-            args![
-                out, table: source, rows: picks, row_words: words, num_table_rows: 7usize,
-            ],
-        );
-        let got = gpu.read_i32s(out, rows.len() * words);
+        let got = gather_rows(&variant, &table, &rows, words, order);
         for (got, row) in got.chunks_exact(words).zip(rows) {
             let want = usize::try_from(row).ok().and_then(|row| table.chunks_exact(words).nth(row));
             assert_eq!(got, want.unwrap_or(&vec![0; words]), "row {row}");
@@ -79,7 +95,7 @@ fn cache(layers: usize, blocks: usize, words: usize) -> Vec<i32> {
 }
 
 #[test]
-fn copied_and_swapped_blocks() {
+pub fn copied_and_swapped_blocks() {
     let kernels = Kernels::load();
     let (copy, out, back) =
         (kernels.only("copy_blocks"), kernels.only("swap_out"), kernels.only("swap_in"));
@@ -155,7 +171,7 @@ fn blocks_beyond_two_to_the_31_words() {
 }
 
 #[test]
-fn inputs_of_a_step() {
+pub fn inputs_of_a_step() {
     let kernels = Kernels::load();
     let (prepare, commit) = (kernels.only("prepare_inputs"), kernels.only("commit_step"));
     for order in ORDERS {

@@ -8,14 +8,15 @@ use quire_tests::rng::Rng;
 pub const TESTED: &[&str] =
     &["combine", "count_experts", "grouped_gemm", "place_slots", "plan_tiles", "route"];
 
+/// How tokens choose experts.
 #[derive(Clone, Copy, Debug)]
-struct Routing {
-    experts: usize,
-    top_k: usize,
-    sigmoid: bool,
-    bias: bool,
-    renormalise: bool,
-    scale: f32,
+pub struct Routing {
+    pub experts: usize,
+    pub top_k: usize,
+    pub sigmoid: bool,
+    pub bias: bool,
+    pub renormalise: bool,
+    pub scale: f32,
 }
 
 impl Routing {
@@ -47,7 +48,7 @@ impl Routing {
 }
 
 /// Experts and weights on the device: `[T, top_k]`.
-fn route(
+pub fn route(
     gpu: &mut Gpu,
     route: &Variant<'_>,
     r: &Routing,
@@ -200,7 +201,7 @@ fn slots_grouped_by_expert() {
 }
 
 /// One linear layer of the experts on `x`, whose rows serve `slots_per_row` slots each.
-fn grouped(
+pub fn grouped(
     kernels: &Kernels,
     variant: &Variant<'_>,
     (x, w): (&[f32], &[f32]),
@@ -271,7 +272,7 @@ fn products_of_experts() {
 }
 
 #[test]
-fn combined_contributions() {
+pub fn combined_contributions() {
     let kernels = Kernels::load();
     let variant = kernels.only("combine");
     for (width, top_k) in [(16, 1), (1040, 4)] {

@@ -31,7 +31,7 @@ fn assert_near(what: &str, element: Element, got: &[f32], want: &[f64]) {
     }
 }
 
-fn rms_norm(variant: &Variant<'_>, x: &[f32], weight: &[f32], order: CtaOrder) -> Vec<f32> {
+pub fn rms_norm(variant: &Variant<'_>, x: &[f32], weight: &[f32], order: CtaOrder) -> Vec<f32> {
     let (mut gpu, width, element) = (Gpu::ordered(order), weight.len(), variant.element());
     let out = gpu.empty("out", x.len() * element.bytes());
     let input = gpu.floats("x", Element::F32, x);
@@ -41,7 +41,7 @@ fn rms_norm(variant: &Variant<'_>, x: &[f32], weight: &[f32], order: CtaOrder) -
     gpu.read(out, element, x.len())
 }
 
-fn add_rms_norm(
+pub fn add_rms_norm(
     variant: &Variant<'_>,
     (x, delta): (&[f32], &[f32]),
     weight: &[f32],
@@ -112,18 +112,18 @@ proptest! {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Rope {
-    tokens: usize,
-    kv_heads: usize,
-    group: usize,
-    head_dim: usize,
-    rot_dim: usize,
-    interleaved: bool,
-    has_norm: bool,
-    block_shift: usize,
+pub struct Rope {
+    pub tokens: usize,
+    pub kv_heads: usize,
+    pub group: usize,
+    pub head_dim: usize,
+    pub rot_dim: usize,
+    pub interleaved: bool,
+    pub has_norm: bool,
+    pub block_shift: usize,
     /// The blocks are the last ones of a cache of more than 2³² elements.
-    far: bool,
-    seed: u64,
+    pub far: bool,
+    pub seed: u64,
 }
 
 const MAX_POSITION: usize = 40;
@@ -184,7 +184,7 @@ impl Rope {
 }
 
 /// Queries of the given tokens, and the cache, in which what was not written is `None`.
-fn run_rope(
+pub fn run_rope(
     variant: &Variant<'_>,
     case: &Rope,
     tokens: &[usize],

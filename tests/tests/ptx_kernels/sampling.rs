@@ -29,7 +29,7 @@ pub const TESTED: &[&str] = &[
 const VOCAB: usize = 151_936;
 
 /// Runs the launches of a step for a batch; `logits` is `[R, stride]`.
-fn sample(
+pub fn sample(
     kernels: &Kernels,
     batch: &SamplingBatch,
     logits: &[f32],
@@ -315,7 +315,7 @@ fn expected(batch: &SamplingBatch, logits: &[f32]) -> Vec<SampleOutput> {
 }
 
 /// Rows of logits on few levels, so that ties are everywhere; what is past `vocab` is NaN.
-fn logits(rows: usize, vocab: usize, stride: usize, seed: u64) -> Vec<f32> {
+pub fn logits(rows: usize, vocab: usize, stride: usize, seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     let mut out = Vec::with_capacity(rows * stride);
     for _ in 0..rows {
@@ -325,7 +325,7 @@ fn logits(rows: usize, vocab: usize, stride: usize, seed: u64) -> Vec<f32> {
     out
 }
 
-fn row(i: usize) -> SamplingRow {
+pub fn row(i: usize) -> SamplingRow {
     let seed = 0x9E37_79B9_7F4A_7C15u64.wrapping_mul(i as u64 + 1);
     SamplingRow { seed, position: 100 * i as u32, ..SamplingRow::default() }
 }

@@ -8,7 +8,6 @@ use super::warp::Context;
 use super::{LaneFault, lanes};
 use crate::alu::Lanes;
 use crate::error::{Access, FaultKind};
-use crate::profile::sectors;
 use crate::program::{Address, Kernel, Load, Op, Store};
 
 /// The largest access of a lane, in bytes.
@@ -50,7 +49,7 @@ pub(super) fn load_global(
     }
     let traffic = &mut machine.profile.global;
     traffic.read_bytes += bytes as u64 * u64::from(mask.count_ones());
-    traffic.read_sectors += sectors(lanes(mask).map(|lane| addresses[lane]));
+    traffic.read_sectors += machine.read.touch(lanes(mask).map(|lane| addresses[lane]));
     Ok(())
 }
 
@@ -156,7 +155,8 @@ pub(super) fn store_global(
     }
     let traffic = &mut machine.profile.global;
     traffic.written_bytes += bytes as u64 * u64::from(mask.count_ones());
-    traffic.written_sectors += sectors(lanes(mask).map(|lane| writes.addresses[lane]));
+    traffic.written_sectors +=
+        machine.written.touch(lanes(mask).map(|lane| writes.addresses[lane]));
     Ok(())
 }
 
@@ -235,7 +235,8 @@ impl Copies {
             machine.profile.global.read_bytes += bytes as u64;
         }
         machine.profile.shared.written_bytes += size as u64 * u64::from(mask.count_ones());
-        machine.profile.global.read_sectors += sectors(lanes(reading).map(|lane| from[lane]));
+        machine.profile.global.read_sectors +=
+            machine.read.touch(lanes(reading).map(|lane| from[lane]));
         Ok(())
     }
 

@@ -12,7 +12,7 @@ mod registers;
 mod warp;
 
 use crate::memory::Memory;
-use crate::profile::Profile;
+use crate::profile::{Profile, Sectors};
 use crate::program::{Kernel, Module, ParamType};
 use crate::{SimError, error::FaultKind};
 
@@ -172,6 +172,9 @@ struct Machine<'a> {
     total: u64,
     limit: u64,
     profile: Profile,
+    /// Sectors of global memory that are read and written.
+    read: Sectors,
+    written: Sectors,
 }
 
 /// Runs a kernel to its end.
@@ -207,11 +210,15 @@ pub fn launch(
         total: 0,
         limit: options.max_warp_instructions,
         profile: Profile { blocks: blocks.into(), ..Profile::default() },
+        read: Sectors::default(),
+        written: Sectors::default(),
     };
     let warp_order = options.order.indices(kernel.threads / 32);
     let mut block = block::Block::new(kernel, warp_order);
     for index in options.order.indices(blocks) {
         block.run(&mut machine, index)?;
+        machine.profile.global.read_footprint += machine.read.end_block();
+        machine.profile.global.written_footprint += machine.written.end_block();
     }
     let mut profile = machine.profile;
     for (instr, &count) in kernel.code.iter().zip(&machine.issued).filter(|(_, n)| **n > 0) {
