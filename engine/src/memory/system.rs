@@ -52,7 +52,8 @@ impl SystemMemory {
 
 /// Those of a group and all below it, which version 1 tells apart from the group's own.
 fn inactive_file_bytes(stat: &str) -> Option<usize> {
-    let value = |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse().ok());
+    let value =
+        |key: &str| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse().ok());
     value("total_inactive_file ").or(value("inactive_file "))
 }
 
