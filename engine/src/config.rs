@@ -487,7 +487,7 @@ mod tests {
             (enough - 1, PlanPart::KvCache, "lower kv_cache_bytes or num_blocks"),
             (FIXED + 2 * BLOCK - 1, PlanPart::Swap, "lower swap_bytes"),
             (FIXED - 1, PlanPart::Workspace, "lower max_num_batched_tokens"),
-            (64 * KIB - 1, PlanPart::Weights, "take a smaller model, or one of a smaller dtype"),
+            (64 * KIB - 1, PlanPart::Weights, "take a smaller model or a smaller dtype"),
         ] {
             let error = resolve(&config, available).unwrap_err();
             let text = error.to_string();

@@ -118,9 +118,7 @@ impl PlanPart {
             format!("lower {}", names.join(" or "))
         };
         let mut remedy = match self {
-            PlanPart::Weights => {
-                format!("take a smaller model, or one of a smaller {}", name("dtype"))
-            }
+            PlanPart::Weights => format!("take a smaller model or a smaller {}", name("dtype")),
             PlanPart::Workspace => lower(&["max_num_batched_tokens", "max_model_len"]),
             PlanPart::Swap => lower(&["swap_bytes"]),
             PlanPart::KvCache => lower(&["kv_cache_bytes", "num_blocks"]),

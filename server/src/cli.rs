@@ -1,6 +1,6 @@
 //! The command line, with vLLM's names where the meaning is the same.
 
-mod scheduling;
+pub mod scheduling;
 
 use crate::bench::args::BenchArgs;
 use crate::size::parse_size;
@@ -11,6 +11,7 @@ use quire_engine::{DType, EngineConfig, SamplingParams};
 use quire_model_zoo::loader::Isa;
 use quire_model_zoo::{BackendKind, LoadOptions};
 use scheduling::Scheduling;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 /// LLM inference on the CPU.
@@ -425,8 +426,13 @@ pub fn parse_positive(text: &str) -> Result<usize, String> {
 }
 
 fn parse_from<T: TryFrom<u64>>(least: u64, text: &str) -> Result<T, String> {
-    let most = u64::MAX >> (64 - 8 * size_of::<T>());
-    let number = text.parse().ok().filter(|&n: &u64| n >= least).and_then(|n| T::try_from(n).ok());
+    parse_within(least..=u64::MAX >> (64 - 8 * size_of::<T>()), text)
+}
+
+/// A whole number of `range`.
+pub fn parse_within<T: TryFrom<u64>>(range: RangeInclusive<u64>, text: &str) -> Result<T, String> {
+    let (least, most) = (range.start(), range.end());
+    let number = text.parse().ok().filter(|n| range.contains(n)).and_then(|n| T::try_from(n).ok());
     number.ok_or_else(|| format!("must be a whole number from {least} to {most}"))
 }
 

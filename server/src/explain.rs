@@ -97,26 +97,20 @@ fn config_error(error: ConfigError) -> anyhow::Error {
 
 /// What has no room and what to change.
 fn does_not_fit(plan: &MemoryPlan, part: PlanPart) -> anyhow::Error {
-    let (what, bytes, remedy) = match part {
-        PlanPart::Weights => {
-            ("the weights", plan.weights, "take a smaller model, or --dtype bf16 if it is f32")
+    let what = match part {
+        PlanPart::Weights => format!("the weights of {}", format_size(plan.weights)),
+        PlanPart::Workspace => {
+            let fixed = format_size(plan.fixed());
+            format!("weights and activations of {fixed} and a KV block")
         }
-        PlanPart::Workspace => (
-            "weights, activations and a KV block",
-            plan.needed(),
-            "lower --max-num-batched-tokens or --max-model-len",
-        ),
-        PlanPart::Swap => ("the swap space", plan.swap, "lower --swap-space"),
-        PlanPart::KvCache => {
-            ("the KV cache", plan.kv_cache, "lower --kv-cache-memory or --num-blocks-override")
-        }
+        PlanPart::Swap => format!("the swap space of {}", format_size(plan.swap)),
+        PlanPart::KvCache => format!("the KV cache of {}", format_size(plan.kv_cache)),
     };
-    let raise = if plan.budget < plan.available { ", or raise --memory-utilization" } else { "" };
     anyhow!(
-        "no room for {what} of {}: the engine needs {} and may take {}; {remedy}{raise}",
-        format_size(bytes),
+        "no room for {what}: the engine needs {} and may take {}; {}",
         exact_size(plan.needed()),
         exact_size(plan.budget),
+        part.remedy(plan, flag)
     )
 }
 
@@ -199,17 +193,20 @@ mod tests {
         assert_eq!(
             message(plan, PlanPart::Weights),
             "no room for the weights of 2.0 GiB: the engine needs 15032385536 bytes (14.0 GiB) and \
-             may take 1073741824 bytes (1.0 GiB); take a smaller model, or --dtype bf16 if it is \
-             f32, or raise --memory-utilization"
+             may take 1073741824 bytes (1.0 GiB); take a smaller model or a smaller --dtype \
+             (dtype), or raise --memory-utilization (memory_utilization)"
         );
         let all = MemoryPlan { budget: plan.available, ..plan };
         for (part, start, end) in [
-            (PlanPart::Workspace, "no room for weights, activations", "or --max-model-len"),
-            (PlanPart::Swap, "no room for the swap space of 5.0 GiB", "; lower --swap-space"),
-            (PlanPart::KvCache, "no room for the KV cache of 4.0 GiB", "--num-blocks-override"),
+            (PlanPart::Workspace, "weights and activations of 5.0 GiB and", "(max_model_len)"),
+            (PlanPart::Swap, "the swap space of 5.0 GiB", "; lower --swap-space (swap_bytes)"),
+            (PlanPart::KvCache, "the KV cache of 4.0 GiB", "--num-blocks-override (num_blocks)"),
         ] {
             let text = message(all, part);
-            assert!(text.starts_with(start) && text.ends_with(end), "{text}");
+            assert!(
+                text.starts_with(&format!("no room for {start}")) && text.ends_with(end),
+                "{text}"
+            );
         }
     }
 

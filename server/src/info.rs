@@ -2,13 +2,12 @@
 
 use crate::Outcome;
 use crate::cli::InfoArgs;
+use crate::cli::scheduling::PolicyName;
 use crate::load;
 use crate::memory::{PlanJson, table as memory_table};
 use crate::output::{Output, counted, two_columns};
-use crate::size::format_size;
 use quire_engine::backend::{CpuBackend, ReferenceBackend};
 use quire_engine::config::{DEFAULT_STEP_MS, Measure, ResolvedConfig};
-use quire_engine::memory::SystemMemory;
 use quire_engine::ops::{Backend, BackendInfo};
 use quire_engine::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 use quire_model_zoo::loader::ModelFormat;
@@ -37,7 +36,6 @@ struct Info {
     kv_bytes_per_token: usize,
     block_size: usize,
     num_blocks: usize,
-    kv_cache_bytes: usize,
     max_model_len: usize,
     max_num_seqs: usize,
     /// The most there can be, where it is measured at start and was not measured now.
@@ -45,15 +43,13 @@ struct Info {
     #[serde(flatten)]
     scheduling: Scheduling,
     memory: PlanJson,
-    /// Null where the system does not say.
-    available_memory_bytes: Option<usize>,
     notes: Vec<String>,
 }
 
 /// What an engine does when seats or blocks are short.
 #[derive(Serialize)]
 struct Scheduling {
-    scheduling_policy: &'static str,
+    scheduling_policy: PolicyName,
     /// Null but for the policy `priority`.
     aging_steps: Option<u32>,
     prefix_caching: bool,
@@ -134,13 +130,11 @@ fn info(
         kv_bytes_per_token: plan.memory.kv_cache / (limits.num_blocks * limits.block_size),
         block_size: limits.block_size,
         num_blocks: limits.num_blocks,
-        kv_cache_bytes: plan.memory.kv_cache,
         max_model_len: limits.max_model_len,
         max_num_seqs: limits.max_num_seqs,
         max_num_batched_tokens: limits.max_num_batched_tokens,
         scheduling,
         memory: plan.memory.into(),
-        available_memory_bytes: SystemMemory::read().map(|memory| memory.available),
         notes: plan.notes,
     }
 }
@@ -150,11 +144,7 @@ fn scheduling(plan: &ResolvedConfig, measured: bool) -> Scheduling {
     let Measure { budget, preemption_costs: costs } = plan.measure;
     let names = [(budget, "max_num_batched_tokens"), (costs, "preemption_costs")];
     Scheduling {
-        scheduling_policy: match policy {
-            Policy::Fcfs => "fcfs",
-            Policy::Priority { .. } => "priority",
-            Policy::Static => "static",
-        },
+        scheduling_policy: (*policy).into(),
         aging_steps: match policy {
             Policy::Priority { aging_steps } => Some(*aging_steps),
             Policy::Fcfs | Policy::Static => None,
@@ -195,7 +185,6 @@ fn huge_pages() -> String {
 }
 
 fn table(info: &Info) -> String {
-    let available = info.available_memory_bytes.map_or("unknown".to_owned(), format_size);
     let mut rows = vec![
         ("model", info.model.clone()),
         ("format", info.format.to_owned()),
@@ -213,17 +202,8 @@ fn table(info: &Info) -> String {
         ("threads", info.threads.to_string()),
         ("batch invariant", if info.batch_invariant { "yes" } else { "no" }.to_owned()),
         ("huge pages", info.huge_pages.clone()),
-        ("available memory", available),
         ("KV per token", format!("{} bytes", info.kv_bytes_per_token)),
-        (
-            "KV cache",
-            format!(
-                "{} blocks of {} tokens, {}",
-                info.num_blocks,
-                info.block_size,
-                format_size(info.kv_cache_bytes)
-            ),
-        ),
+        ("KV cache", format!("{} blocks of {} tokens", info.num_blocks, info.block_size)),
         ("max model len", format!("{} tokens", info.max_model_len)),
         ("max num seqs", info.max_num_seqs.to_string()),
         ("max batched tokens", batched_tokens(info)),
@@ -253,7 +233,7 @@ impl Scheduling {
         let yes_no = |yes| if yes { "yes" } else { "no" }.to_owned();
         let policy = match self.aging_steps {
             Some(steps) => format!("priority, a level for every {steps} steps of waiting"),
-            None => self.scheduling_policy.to_owned(),
+            None => self.scheduling_policy.to_string(),
         };
         let preemption = match &self.preemption_costs {
             Some(Costs { recompute_ns_per_token, swap_ns_per_block }) => format!(

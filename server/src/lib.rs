@@ -40,6 +40,17 @@ enum Outcome {
     Interrupted,
 }
 
+impl Outcome {
+    /// Of a run in which something failed, or nothing did; Ctrl-C comes before either.
+    fn of_run(failed: bool) -> Self {
+        match failed {
+            _ if interrupt::requested() => Outcome::Interrupted,
+            true => Outcome::Failed,
+            false => Outcome::Done,
+        }
+    }
+}
+
 /// Exit code of a command that cannot run.
 const CANNOT_RUN: u8 = 2;
 /// Exit code after Ctrl-C.

@@ -13,6 +13,13 @@ pub struct PlanJson {
     needed: usize,
 }
 
+impl PlanJson {
+    /// Whether the memory goes where it goes in `other`; what there is of it may differ.
+    pub fn has_parts_of(&self, other: &PlanJson) -> bool {
+        self.plan.parts() == other.plan.parts()
+    }
+}
+
 impl From<MemoryPlan> for PlanJson {
     fn from(plan: MemoryPlan) -> Self {
         PlanJson { plan, needed: plan.needed() }
@@ -79,5 +86,12 @@ memory
         assert_eq!(json["kv_cache"], 200 << 20);
         assert_eq!(json["needed"], (1 << 30) + (3 << 19) + (100 << 10) + 12 + (200 << 20));
         assert_eq!(json.as_object().unwrap().len(), 11);
+    }
+
+    #[test]
+    fn plans_with_the_same_parts_may_have_another_budget() {
+        let same = |other: MemoryPlan| PlanJson::from(PLAN).has_parts_of(&other.into());
+        assert!(same(MemoryPlan { available: 1, budget: 2, ..PLAN }));
+        assert!(!same(MemoryPlan { swap: 1, ..PLAN }));
     }
 }

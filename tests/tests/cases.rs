@@ -437,9 +437,31 @@ fn x24_a_temperature_that_is_no_number_is_refused() {
     assert!(output.token_ids.iter().collect::<BTreeSet<_>>().len() > 40);
 }
 
-/// The table in `README.md` names tests that exist, where it says.
+/// Tests whose names start with a letter of the table's and a number, in `folder` of the repository
+/// and below: file and name.
+fn numbered_tests(folder: &str) -> Vec<(String, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(root.join(folder)).unwrap().flatten() {
+        let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            found.extend(numbered_tests(&path));
+        } else if path.ends_with(".rs") {
+            let source = std::fs::read_to_string(entry.path()).unwrap();
+            let names = source.lines().filter_map(|line| {
+                let name = line.trim().strip_prefix("fn ")?.strip_suffix("() {")?;
+                let number = name.strip_prefix(['a', 'x'])?.split_once('_')?.0;
+                number.parse::<u32>().ok().map(|_| name.to_owned())
+            });
+            found.extend(names.map(|name| (path.clone(), name)));
+        }
+    }
+    found
+}
+
+/// The table in `README.md` names tests that exist, where it says, and all that bear a number.
 #[test]
-fn the_table_of_cases_is_true() {
+fn the_table_of_cases_is_true_and_whole() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let readme = std::fs::read_to_string(folder.join("README.md")).unwrap();
     let rows = readme.lines().filter_map(|line| {
@@ -447,15 +469,19 @@ fn the_table_of_cases_is_true() {
         let (file, name) = rest.trim_matches(['|', ' ', '`']).split_once("::")?;
         Some((entry, file, name))
     });
-    let mut count = 0;
+    let mut named = BTreeSet::new();
     for (entry, file, name) in rows {
         let source = std::fs::read_to_string(folder.join("..").join(file)).unwrap_or_default();
         assert!(source.contains(&format!("fn {name}()")), "{file} has no test {name}");
         let prefix = format!("{}_", entry.to_lowercase());
         assert!(name.starts_with(&prefix), "{name} stands under {entry}");
-        count += 1;
+        named.insert((file.to_owned(), name.to_owned()));
     }
-    assert!(count > 50, "only {count} rows were found");
+    let folders = ["engine/src", "kernels-cpu", "model-zoo", "server", "tests"];
+    let tests: BTreeSet<_> = folders.into_iter().flat_map(numbered_tests).collect();
+    assert!(tests.len() > 50, "only {} tests were found", tests.len());
+    let missing: Vec<_> = tests.difference(&named).collect();
+    assert!(missing.is_empty(), "the table lacks {missing:?}");
 }
 
 /// Ids of every kind that a request may name are checked before they index anything.

@@ -87,6 +87,27 @@ fn a3_blocks_are_shared_in_the_step_that_writes_them() {
     }
 }
 
+/// What was computed before a reset, and what those that were running then compute after it.
+#[test]
+fn a_reset_cache_shares_nothing_computed_before() {
+    let mut sim = Sim::with_limits(cached(), 0);
+    let found = |sim: &mut Sim, prompt: Vec<u32>| {
+        let id = add(sim, prompt, 1);
+        sim.step();
+        let row = sim.plan().scheduled.iter().find(|s| s.id == id).expect("it is admitted");
+        row.start
+    };
+    add(&mut sim, prompt(48, 1), 12);
+    sim.step();
+    assert_eq!(found(&mut sim, prompt(48, 1)), 47, "without a reset");
+    sim.scheduler.reset_prefix_cache();
+    assert_eq!(sim.scheduler.pool().num_cached(), 0);
+    sim.drain();
+    assert_eq!(sim.scheduler.pool().num_cached(), 0, "named after the reset");
+    assert_eq!(found(&mut sim, prompt(48, 1)), 0);
+    finish(&mut sim);
+}
+
 #[test]
 fn a4_a_fork_counts_each_block_once() {
     let limits = SchedulerConfig { window: Some(8), ..config(4, 64, 8) };

@@ -96,8 +96,9 @@ fn own_group<'a>(groups: &'a str, controller: &str) -> &'a str {
 /// `group`, the ones above it, and the root as the empty path: inside a container the group is
 /// usually mounted as the root, whatever its path is outside.
 fn groups_above(group: &str) -> impl Iterator<Item = &str> {
-    let above = |group: &&str| Some(&group[..group.rfind('/')?]);
-    std::iter::successors(Some(group.trim_end_matches('/')), above)
+    std::iter::successors(Some(group.trim_end_matches('/')), |group| {
+        group.rsplit_once('/').map(|(above, _)| above)
+    })
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Arguments of `bench`.
 
-use super::dataset::ClassSpec;
-use crate::cli::{ModelArgs, parse_positive, parse_whole};
+use super::dataset::{ClassSpec, MAX_LEN, MAX_REQUESTS};
+use crate::cli::scheduling::PolicyName;
+use crate::cli::{ModelArgs, parse_positive, parse_whole, parse_within};
 use clap::{Args, Subcommand, ValueEnum};
-use quire_engine::scheduler::{DEFAULT_AGING_STEPS, Policy};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -96,10 +96,10 @@ pub struct DatasetArgs {
     )]
     pub classes: Vec<ClassSpec>,
     /// Tokens of a random prompt, without --prefix-len
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_positive, conflicts_with = "input")]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_len, conflicts_with = "input")]
     pub input_len: usize,
     /// Tokens to generate from a random prompt
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_positive, conflicts_with = "input")]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_len, conflicts_with = "input")]
     pub output_len: usize,
     /// Both lengths are drawn from N·(1 − R) to N·(1 + R)
     #[arg(
@@ -112,14 +112,18 @@ pub struct DatasetArgs {
     )]
     pub range_ratio: f64,
     /// Random requests [default: 64], or how many lines of --input to take [default: all]
-    #[arg(long, value_name = "N", value_parser = parse_positive)]
+    #[arg(
+        long,
+        value_name = "N",
+        value_parser = |text: &str| parse_within::<usize>(1..=MAX_REQUESTS as u64, text),
+    )]
     pub num_prompts: Option<usize>,
     /// Tokens that all random prompts begin with
     #[arg(
         long,
         value_name = "N",
         default_value_t = 0,
-        value_parser = parse_whole::<usize>,
+        value_parser = |text: &str| parse_within::<usize>(0..=MAX_LEN as u64, text),
         conflicts_with = "input",
     )]
     pub prefix_len: usize,
@@ -140,9 +144,19 @@ pub struct ReportArgs {
     /// JSON instead of a table
     #[arg(long)]
     pub json: bool,
+    /// Do not show where the memory goes
+    #[arg(long, short)]
+    pub quiet: bool,
     /// File for the results as JSON
     #[arg(long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+}
+
+impl ReportArgs {
+    /// Whether to show where the memory goes.
+    pub fn shows_memory(&self) -> bool {
+        !(self.json || self.quiet)
+    }
 }
 
 /// Arguments of `bench latency`.
@@ -151,10 +165,10 @@ pub struct LatencyArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Tokens of a prompt; they are random
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_len)]
     pub input_len: usize,
     /// Tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_positive)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = parse_len)]
     pub output_len: usize,
     /// Requests in the batch
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = parse_positive)]
@@ -172,8 +186,8 @@ pub struct LatencyArgs {
 /// A policy to run with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PolicySpec {
-    /// The policy.
-    pub policy: Policy,
+    /// The policy; how priorities age is said by the engine's flags.
+    pub policy: PolicyName,
     /// Most sequences in a step, where not as the engine's flags say.
     pub max_num_seqs: Option<usize>,
 }
@@ -186,14 +200,18 @@ impl FromStr for PolicySpec {
             Some((name, seqs)) => (name, Some(parse_positive(seqs)?)),
             None => (text, None),
         };
-        let policy = match name {
-            "fcfs" => Policy::Fcfs,
-            "priority" => Policy::Priority { aging_steps: DEFAULT_AGING_STEPS },
-            "static" => Policy::Static,
-            _ => return Err("must be fcfs, priority or static, with :N where wanted".to_owned()),
-        };
+        let policy = PolicyName::from_str(name, false);
+        let policy = policy.map_err(|_| {
+            let names: Vec<String> =
+                PolicyName::value_variants().iter().map(PolicyName::to_string).collect();
+            format!("must be one of {}, with :N where wanted", names.join(", "))
+        })?;
         Ok(PolicySpec { policy, max_num_seqs: seqs })
     }
+}
+
+fn parse_len(text: &str) -> Result<usize, String> {
+    parse_within(1..=MAX_LEN as u64, text)
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {
@@ -226,15 +244,19 @@ mod tests {
     fn policies_may_have_seats_of_their_own() {
         let args = throughput("--policy static:8,fcfs --block-sizes 8,16").unwrap();
         let [first, second] = args.policy[..] else { panic!("{:?}", args.policy) };
-        assert_eq!((first.policy, first.max_num_seqs), (Policy::Static, Some(8)));
-        assert_eq!((second.policy, second.max_num_seqs), (Policy::Fcfs, None));
+        assert_eq!((first.policy, first.max_num_seqs), (PolicyName::Static, Some(8)));
+        assert_eq!((second.policy, second.max_num_seqs), (PolicyName::Fcfs, None));
         assert_eq!(args.block_sizes, [8, 16]);
     }
 
     #[test]
     fn what_does_not_go_together_is_refused() {
         for (flags, text) in [
-            ("--policy lifo", "fcfs, priority or static"),
+            ("--policy lifo", "one of fcfs, priority, static"),
+            ("--num-prompts 16777217", "from 1 to 16777216"),
+            ("--input-len 0", "from 1 to 16777216"),
+            ("--output-len 16777217", "from 1 to 16777216"),
+            ("--prefix-len 16777217", "from 0 to 16777216"),
             ("--policy fcfs:0", "from 1 to"),
             ("--request-rate 0", "above 0"),
             ("--range-ratio 1", "below 1"),

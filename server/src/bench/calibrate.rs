@@ -2,13 +2,16 @@
 
 use super::dataset::{Random, greedy};
 use super::predict::{StepModel, interpolate};
-use quire_engine::{Engine, EngineError, Request};
+use quire_engine::{Engine, EngineError, Request, RequestId};
 use std::time::{Duration, Instant};
 
 /// Times that everything is measured; the shortest counts, as others on the machine only add.
 const ROUNDS: usize = 3;
 /// Steps of decodes that are timed in a round.
 const DECODE_STEPS: usize = 8;
+/// Steps at most until all of a measurement decode, and have done so: the last prompts get few
+/// tokens a step, as those before them decode already.
+const MAX_STEPS: usize = 1000;
 /// Tokens of the prompts of decodes.
 const SHORT: usize = 8;
 /// Sequences, and tokens of their prompts, at most, that show what a longer context costs.
@@ -55,6 +58,8 @@ impl Calibration<'_> {
             for (rows, seconds) in &mut decodes {
                 *seconds = seconds.min(self.decode(*rows, SHORT)?);
             }
+            // Those that cannot all decode together are not known.
+            decodes.retain(|(_, seconds)| seconds.is_finite());
             if long >= 2 * SHORT {
                 long_decode = long_decode.min(self.decode(seqs, long)?);
             }
@@ -68,8 +73,6 @@ impl Calibration<'_> {
         for (tokens, seconds) in &mut model.body {
             *seconds -= model.prefill_pair_s * (*tokens * *tokens / 2) as f64;
         }
-        // Those that cannot all decode together are not known.
-        decodes.retain(|(_, seconds)| seconds.is_finite());
         if long_decode.is_finite() && !decodes.is_empty() {
             let seconds = long_decode - interpolate(&decodes, seqs);
             model.decode_key_s = (seconds / (seqs * (long - SHORT)) as f64).max(0.0);
@@ -83,11 +86,11 @@ impl Calibration<'_> {
         Ok(model)
     }
 
-    fn add(&mut self, prompt_len: usize, output_len: usize) {
+    fn add(&mut self, prompt_len: usize, output_len: usize) -> RequestId {
         let prompt = self.random.ids(prompt_len, self.engine.vocab_size());
         let mut request = Request::new(prompt, greedy(output_len));
         request.stream = true;
-        self.engine.add_request(request).expect("its length fits the context");
+        self.engine.add_request(request).expect("its length fits the context")
     }
 
     /// The time of a step, and the tokens it brought.
@@ -125,25 +128,36 @@ impl Calibration<'_> {
     /// many never do, for want of blocks or because the first end before the last begin.
     fn decode(&mut self, rows: usize, prompt_len: usize) -> Result<f64, EngineError> {
         let limits = self.engine.limits();
-        // Those whose prompts come first go on decoding until the last one has joined them.
-        let prompt_budget = limits.max_num_batched_tokens.saturating_sub(rows).max(1);
-        let prompt_steps = (rows * prompt_len).div_ceil(prompt_budget);
-        let output_len = (prompt_steps + DECODE_STEPS).min(limits.max_model_len - prompt_len);
-        let blocks = (prompt_len + output_len).div_ceil(limits.block_size);
+        let blocks = (prompt_len + DECODE_STEPS).div_ceil(limits.block_size);
         if rows * blocks > limits.num_blocks {
             return Ok(f64::INFINITY);
         }
-        for _ in 0..rows {
-            self.add(prompt_len, output_len);
+        // Those whose prompts come first go on decoding until the last one has joined them.
+        let output_len = limits.max_model_len - prompt_len;
+        let ids: Vec<RequestId> = (0..rows).map(|_| self.add(prompt_len, output_len)).collect();
+        let seconds = self.full_decodes(rows);
+        for id in ids {
+            self.engine.abort(id);
         }
-        let mut seconds = f64::INFINITY;
-        let mut all_decode = false;
-        while self.engine.num_unfinished() > 0 {
+        seconds
+    }
+
+    /// The shortest of the steps that bring `rows` tokens, but for the first, in which a prompt may
+    /// have ended.
+    fn full_decodes(&mut self, rows: usize) -> Result<f64, EngineError> {
+        let num_preemptions = self.engine.stats().num_preemptions();
+        let (mut seconds, mut full_steps) = (f64::INFINITY, 0);
+        for _ in 0..MAX_STEPS {
             let (time, tokens) = self.step()?;
-            if all_decode && tokens == rows {
-                seconds = seconds.min(time.as_secs_f64());
+            if tokens == rows {
+                seconds = if full_steps == 0 { seconds } else { seconds.min(time.as_secs_f64()) };
+                full_steps += 1;
             }
-            all_decode |= tokens == rows;
+            let one_ended = self.engine.num_unfinished() < rows;
+            let one_gave_way = self.engine.stats().num_preemptions() > num_preemptions;
+            if full_steps > DECODE_STEPS || one_ended || one_gave_way {
+                break;
+            }
         }
         Ok(seconds)
     }

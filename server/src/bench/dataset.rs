@@ -2,13 +2,13 @@
 
 use super::args::{DatasetArgs, DatasetKind};
 use crate::conversation::{answer_request, refusal};
-use crate::generate::request_line::{Defaults, LineInput, LineRequest, parse_line};
+use crate::generate::request_line::{Defaults, LineInput, LineRequest, parse_line_with};
 use crate::lines::LineReader;
 use crate::output::one_line;
 use anyhow::{Context, anyhow};
 use quire_engine::engine::Prompt;
 use quire_engine::{Engine, Request, SamplingParams, derived_seed};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::ops::RangeInclusive;
@@ -18,7 +18,7 @@ use std::str::FromStr;
 /// Longest prompt or output that is made up, in tokens.
 pub const MAX_LEN: usize = 1 << 24;
 /// Most requests that are made up.
-const MAX_REQUESTS: usize = 1 << 24;
+pub const MAX_REQUESTS: usize = 1 << 24;
 /// Most tokens of all prompts together that are made up.
 const MAX_TOKENS: usize = 1 << 28;
 /// Random requests, unless set.
@@ -126,14 +126,14 @@ impl Dataset {
         }
         let class = ClassSpec {
             name: String::new(),
-            count: args.num_prompts.unwrap_or(DEFAULT_NUM_PROMPTS).min(MAX_REQUESTS),
-            output_len: args.output_len.min(MAX_LEN),
-            prompt_len: args.input_len.min(MAX_LEN)..=args.input_len.min(MAX_LEN),
+            count: args.num_prompts.unwrap_or(DEFAULT_NUM_PROMPTS),
+            output_len: args.output_len,
+            prompt_len: args.input_len..=args.input_len,
         };
         Ok(Dataset::Random {
             classes: vec![class],
             range_ratio: args.range_ratio,
-            prefix_len: args.prefix_len.min(MAX_LEN),
+            prefix_len: args.prefix_len,
         })
     }
 
@@ -226,23 +226,19 @@ impl Dataset {
 
 /// Reads a line: a request with `class` and `at`.
 fn parse_item(text: &str, number: u64, defaults: &Defaults) -> Result<LineItem, String> {
-    // What is no object at all is told so by the parser of requests.
-    let Ok(mut fields) = serde_json::from_str::<Map<String, Value>>(text) else {
-        let request = parse_line(text, defaults).request;
-        return Err(request.err().unwrap_or_else(|| "not a valid request".to_owned()));
+    let (line, [class, at]) = parse_line_with(["class", "at"], text, defaults);
+    let request = line.request?;
+    let class = match class {
+        Value::Null => None,
+        Value::String(class) => Some(class),
+        other => return Err(format!("class must be a string, got {other}")),
     };
-    let class = match fields.remove("class") {
-        None | Some(Value::Null) => None,
-        Some(Value::String(class)) => Some(class),
-        Some(other) => return Err(format!("class must be a string, got {other}")),
-    };
-    let at_s = match fields.remove("at") {
-        None | Some(Value::Null) => 0.0,
-        Some(value) => value.as_f64().filter(|at| (0.0..1e9).contains(at)).ok_or_else(|| {
+    let at_s = match at {
+        Value::Null => 0.0,
+        value => value.as_f64().filter(|at| (0.0..1e9).contains(at)).ok_or_else(|| {
             format!("at must be a number of seconds from 0 to below 1e9, got {value}")
         })?,
     };
-    let request = parse_line(&Value::Object(fields).to_string(), defaults).request?;
     Ok(LineItem { number, request, class, at_s })
 }
 
@@ -404,7 +400,12 @@ mod tests {
             ("{\"prompt\": \"x\", \"class\": 1}", "f:1: class must be a string, got 1"),
             ("{\"prompt\": \"x\", \"at\": -1}", "f:1: at must be a number of seconds"),
             ("{\"prompt\": \"x\", \"at\": \"1\"}", "f:1: at must be a number of seconds"),
-            ("{\"prompt\": \"x\", \"max_token\": 1}", "f:1: unknown field \"max_token\""),
+            (
+                "{\"prompt\": \"x\", \"max_token\": 1}",
+                "f:1: unknown field \"max_token\"; a line has id, class, at, one of prompt",
+            ),
+            ("{\"prompt\": \"x\", \"prompt\": \"y\"}", "f:1: field \"prompt\" is there twice"),
+            ("{\"class\": \"a\", \"prompt\": \"x\", \"class\": \"b\"}", "f:1: field \"class\" is"),
             ("{\"class\": \"a\"}", "f:1: none of \"prompt\""),
             ("", "f has no requests"),
         ] {

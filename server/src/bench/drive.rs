@@ -6,14 +6,15 @@ use crate::load::style;
 use crate::output::milliseconds;
 use anyhow::Context;
 use indicatif::ProgressBar;
-use quire_engine::metrics::{EngineStats, LoadLog, LoadSnapshot, StepTimes};
-use quire_engine::scheduler::SchedulerStats;
+use quire_engine::metrics::{EngineStats, LoadLog};
 use quire_engine::{Engine, FinishReason, RequestId, RequestOutput};
+use serde::Serialize;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// How often a line says how the engine is doing.
-pub const LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// The KV cache is read at most every so many times of what reading it takes: what requests wait
+/// for it is below one percent.
+const READING_PERIOD: u32 = 128;
 /// Longest wait for an arrival before looking whether Ctrl-C was pressed.
 const PATIENCE: Duration = Duration::from_millis(50);
 
@@ -39,20 +40,24 @@ pub struct Sample {
 }
 
 /// The KV cache after a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KvPoint {
     /// Seconds since the start.
     pub t_s: f64,
     /// Seconds since the point before.
     pub step_s: f64,
+    /// Sequences with a seat.
+    pub num_running: usize,
     /// Blocks held.
     pub held_blocks: usize,
     /// Tokens whose K and V are held.
     pub live_tokens: usize,
     /// Slots of held blocks without a token.
     pub wasted_slots: usize,
-    /// Sequences with a seat.
-    pub num_running: usize,
+    /// Live tokens over tokens of the pool.
+    pub live_of_pool: f64,
+    /// Live tokens over slots of held blocks; 1 where none is held.
+    pub live_of_held: f64,
 }
 
 /// What a run brought.
@@ -68,7 +73,9 @@ pub struct Measured {
     pub itl_ms: Vec<f64>,
     /// What the engine counted.
     pub stats: EngineStats,
-    /// One a step.
+    /// Most KV blocks held after a step.
+    pub peak_blocks: usize,
+    /// Of the KV cache, one a step or, where reading it takes long, one every few steps.
     pub kv: Vec<KvPoint>,
     /// Time that reading the KV cache took; part of `wall`.
     pub kv_reading: Duration,
@@ -85,15 +92,16 @@ pub fn run(engine: &mut Engine, requests: &[BenchRequest], name: &str) -> anyhow
     let bar = ProgressBar::new(requests.len() as u64);
     bar.set_style(style("{msg} {bar:30} {pos}/{len} requests [{elapsed}<{eta}]"));
     bar.set_message(name.to_owned());
-    let start = Instant::now();
+    let (start, base) = (Instant::now(), engine.stats());
     let driver = Driver {
-        base: engine.stats(),
+        base,
         engine,
         requests,
         num_arrived: 0,
         live: HashMap::new(),
         start,
-        log: LoadLog::new(LOG_INTERVAL, start),
+        next_reading: start,
+        log: LoadLog::new(start, base),
         measured: Measured::default(),
         bar,
     };
@@ -117,6 +125,8 @@ struct Driver<'a> {
     start: Instant,
     /// What was counted before.
     base: EngineStats,
+    /// When the KV cache is read again.
+    next_reading: Instant,
     log: LoadLog,
     measured: Measured,
     bar: ProgressBar,
@@ -143,7 +153,7 @@ impl Driver<'_> {
             for output in &out.finished {
                 self.finished(output);
             }
-            self.read_kv(now);
+            self.watch_kv(now);
             self.log_load(now);
         }
         self.measured.interrupted = interrupt::requested();
@@ -151,7 +161,7 @@ impl Driver<'_> {
             self.engine.abort(*id);
         }
         self.measured.wall = self.start.elapsed();
-        self.measured.stats = since(&self.engine.stats(), &self.base);
+        self.measured.stats = self.engine.stats().since(&self.base);
         self.bar.finish_and_clear();
         Ok(self.measured)
     }
@@ -192,55 +202,35 @@ impl Driver<'_> {
         self.bar.inc(1);
     }
 
-    fn read_kv(&mut self, now: Instant) {
+    fn watch_kv(&mut self, now: Instant) {
+        let peak = &mut self.measured.peak_blocks;
+        *peak = (*peak).max(self.engine.num_held_blocks());
+        if now < self.next_reading {
+            return;
+        }
         let usage = self.engine.kv_usage();
+        let block_size = self.engine.limits().block_size;
+        let live_of = |blocks: usize| usage.num_live_tokens as f64 / (blocks * block_size) as f64;
         let t_s = (now - self.start).as_secs_f64();
         self.measured.kv.push(KvPoint {
             t_s,
             step_s: t_s - self.measured.kv.last().map_or(0.0, |before| before.t_s),
+            num_running: self.engine.load().num_running,
             held_blocks: usage.num_held,
             live_tokens: usage.num_live_tokens,
             wasted_slots: usage.num_wasted_slots,
-            num_running: self.engine.load().num_running,
+            live_of_pool: live_of(usage.num_blocks),
+            live_of_held: if usage.num_held == 0 { 1.0 } else { live_of(usage.num_held) },
         });
-        self.measured.kv_reading += now.elapsed();
+        let took = now.elapsed();
+        self.measured.kv_reading += took;
+        self.next_reading = now + took * READING_PERIOD;
     }
 
     fn log_load(&mut self, now: Instant) {
-        let (engine, base) = (&*self.engine, &self.base);
-        let load = || LoadSnapshot { stats: since(&engine.stats(), base), ..engine.load() };
-        if let Some(line) = self.log.line(now, load) {
+        let engine = &*self.engine;
+        if let Some(line) = self.log.line(now, || engine.load()) {
             self.bar.suspend(|| crate::report(&line));
         }
-    }
-}
-
-/// What was counted after `before`, as far as a report has it.
-fn since(now: &EngineStats, before: &EngineStats) -> EngineStats {
-    let (a, b) = (&now.scheduler, &before.scheduler);
-    let (s, t) = (&now.times, &before.times);
-    EngineStats {
-        num_steps: now.num_steps - before.num_steps,
-        num_computed_tokens: now.num_computed_tokens - before.num_computed_tokens,
-        num_generated_tokens: now.num_generated_tokens - before.num_generated_tokens,
-        swap_bytes: now.swap_bytes - before.swap_bytes,
-        scheduler: SchedulerStats {
-            num_preempted_recompute: a.num_preempted_recompute - b.num_preempted_recompute,
-            num_preempted_swap: a.num_preempted_swap - b.num_preempted_swap,
-            num_swap_fallbacks: a.num_swap_fallbacks - b.num_swap_fallbacks,
-            prefix_queries: a.prefix_queries - b.prefix_queries,
-            prefix_hits: a.prefix_hits - b.prefix_hits,
-            num_padding_tokens: a.num_padding_tokens - b.num_padding_tokens,
-            ..SchedulerStats::default()
-        },
-        times: StepTimes {
-            schedule: s.schedule - t.schedule,
-            prepare: s.prepare - t.prepare,
-            transfer: s.transfer - t.transfer,
-            forward: s.forward - t.forward,
-            sample: s.sample - t.sample,
-            output: s.output - t.output,
-        },
-        ..EngineStats::default()
     }
 }

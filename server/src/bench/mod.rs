@@ -15,9 +15,8 @@ mod throughput;
 
 use crate::Outcome;
 use crate::generate::output_file::{OutputFile, is_same_file};
-use args::{BenchArgs, BenchCommand};
-use quire_engine::scheduler::Policy;
-use std::path::{Path, PathBuf};
+use args::{BenchArgs, BenchCommand, ReportArgs};
+use std::path::Path;
 
 /// Runs the command.
 ///
@@ -30,41 +29,39 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<Outcome> {
     }
 }
 
-/// A policy as the flags name it.
-fn policy_name(policy: Policy) -> &'static str {
-    match policy {
-        Policy::Fcfs => "fcfs",
-        Policy::Priority { .. } => "priority",
-        Policy::Static => "static",
-    }
+/// The files that a benchmark writes at its end.
+struct Files {
+    results: Option<OutputFile>,
+    plot: Option<OutputFile>,
 }
-
-/// The files that a benchmark writes at its end: results and picture.
-struct Files([Option<OutputFile>; 2]);
 
 impl Files {
     /// Checks that those asked for can be written and are none that are read.
     fn check(
-        paths: [&Option<PathBuf>; 2],
+        report: &ReportArgs,
+        plot: Option<&Path>,
         input: Option<&Path>,
         model: &Path,
     ) -> anyhow::Result<Self> {
-        if let [Some(a), Some(b)] = paths {
+        let results = report.output.as_deref();
+        if let Some((a, b)) = results.zip(plot) {
             anyhow::ensure!(a != b && !is_same_file(a, b), "--output and --plot are one file");
         }
-        let check = |path: &Option<PathBuf>| {
-            let Some(path) = path else { return Ok(None) };
-            OutputFile::check(path, input.unwrap_or(Path::new("-")), model).map(Some)
-        };
-        Ok(Files([check(paths[0])?, check(paths[1])?]))
+        let check = |path| OutputFile::check(path, input.unwrap_or(Path::new("-")), model);
+        Ok(Files { results: results.map(check).transpose()?, plot: plot.map(check).transpose()? })
     }
 
     /// Writes them.
-    fn write(self, contents: [&dyn Fn() -> String; 2]) -> anyhow::Result<()> {
-        for (file, content) in self.0.into_iter().zip(contents) {
-            if let Some(file) = file {
-                file.start(0)?.text(&content())?;
-            }
+    fn write(
+        self,
+        results: impl FnOnce() -> String,
+        plot: impl FnOnce() -> String,
+    ) -> anyhow::Result<()> {
+        if let Some(file) = self.results {
+            file.start(0)?.text(&results())?;
+        }
+        if let Some(file) = self.plot {
+            file.start(0)?.text(&plot())?;
         }
         Ok(())
     }

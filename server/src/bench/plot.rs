@@ -74,20 +74,12 @@ fn escape(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::KvMoment;
+    use super::super::drive::KvPoint;
     use super::*;
 
     #[test]
     fn shares_become_heights() {
-        let moment = |t_s, live_of_pool| KvMoment {
-            t_s,
-            num_running: 1,
-            held_blocks: 1,
-            live_tokens: 1,
-            wasted_slots: 0,
-            live_of_pool,
-            live_of_held: 1.0,
-        };
+        let point = |t_s, live_of_pool| KvPoint { t_s, live_of_pool, ..KvPoint::default() };
         let kv = KvReport {
             pool_tokens: 16,
             peak_blocks: 1,
@@ -95,7 +87,7 @@ mod tests {
             live_of_held: 1.0,
             waste_per_sequence: 0.0,
             expected_waste: 0.0,
-            over_time: vec![moment(5.0, 0.5), moment(10.0, 1.0)],
+            over_time: vec![point(5.0, 0.5), point(10.0, 1.0)],
         };
         let points = curve(&kv, (40.0, 10.0), |i| kv.over_time[i].live_of_pool);
         assert_eq!(points, "60.0,240.0 460.0,140.0 860.0,40.0");

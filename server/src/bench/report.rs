@@ -6,6 +6,7 @@ use super::drive::{KvPoint, Measured, Sample};
 use super::machine::{BackendReport, Machine};
 use super::predict::{Schedule, StepModel};
 use super::stats::{Distribution, mean};
+use crate::cli::scheduling::PolicyName;
 use crate::memory::PlanJson;
 use quire_engine::scheduler::SchedulerConfig;
 use serde::Serialize;
@@ -96,7 +97,7 @@ pub struct Run {
 /// The limits of an engine, under the names of `SchedulerConfig` and `EngineConfig`.
 #[derive(Serialize)]
 pub struct RunConfig {
-    pub policy: &'static str,
+    pub policy: PolicyName,
     pub max_num_seqs: usize,
     pub max_num_batched_tokens: usize,
     pub max_model_len: usize,
@@ -153,31 +154,12 @@ pub struct KvReport {
     pub live_of_pool: f64,
     /// Live tokens over slots of held blocks, mean over time.
     pub live_of_held: f64,
-    /// Held slots without a token, for each running sequence, mean over steps.
+    /// Held slots without a token, for each running sequence, mean over points.
     pub waste_per_sequence: f64,
     /// What that is for a random length: (block size − 1) / 2.
     pub expected_waste: f64,
-    /// At most 1000 steps, evenly.
-    pub over_time: Vec<KvMoment>,
-}
-
-/// The KV cache after a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct KvMoment {
-    /// Seconds since the start.
-    pub t_s: f64,
-    /// Sequences with a seat.
-    pub num_running: usize,
-    /// Blocks held.
-    pub held_blocks: usize,
-    /// Tokens whose K and V are held.
-    pub live_tokens: usize,
-    /// Slots of held blocks without a token.
-    pub wasted_slots: usize,
-    /// Live tokens over tokens of the pool.
-    pub live_of_pool: f64,
-    /// Live tokens over slots of held blocks; 1 where none is held.
-    pub live_of_held: f64,
+    /// At most 1000 points, evenly.
+    pub over_time: Vec<KvPoint>,
 }
 
 /// What the duration should have been.
@@ -256,8 +238,7 @@ impl Run {
             itl.named("itl", &mut latencies);
         }
         let stats = &measured.stats;
-        let kv_cache =
-            KvReport::new(&measured.kv, facts.config.block_size, facts.config.num_blocks);
+        let kv_cache = KvReport::new(measured, facts.config.block_size, facts.config.num_blocks);
         Run {
             name: facts.name,
             config: facts.config,
@@ -301,7 +282,7 @@ impl RunConfig {
     /// Of an engine's `limits`; the rest is in its options.
     pub fn new(limits: &SchedulerConfig) -> Self {
         RunConfig {
-            policy: super::policy_name(limits.policy),
+            policy: limits.policy.into(),
             max_num_seqs: limits.max_num_seqs,
             max_num_batched_tokens: limits.max_num_batched_tokens,
             max_model_len: limits.max_model_len,
@@ -364,37 +345,25 @@ fn step_times(measured: &Measured) -> BTreeMap<&'static str, f64> {
 }
 
 impl KvReport {
-    /// Of the points of a run, one a step.
-    fn new(points: &[KvPoint], block_size: usize, num_blocks: usize) -> Self {
-        let pool_tokens = block_size * num_blocks;
-        let moment = |p: &KvPoint| {
-            let slots = p.held_blocks * block_size;
-            KvMoment {
-                t_s: p.t_s,
-                num_running: p.num_running,
-                held_blocks: p.held_blocks,
-                live_tokens: p.live_tokens,
-                wasted_slots: p.wasted_slots,
-                live_of_pool: p.live_tokens as f64 / pool_tokens as f64,
-                live_of_held: if slots == 0 { 1.0 } else { p.live_tokens as f64 / slots as f64 },
-            }
-        };
+    /// Of a run with a pool of `num_blocks`.
+    fn new(measured: &Measured, block_size: usize, num_blocks: usize) -> Self {
+        let points = &measured.kv;
         let total_s: f64 = points.iter().map(|p| p.step_s).sum();
-        let over_time = |get: fn(&KvMoment) -> f64| {
-            let weighted = points.iter().map(|p| get(&moment(p)) * p.step_s);
+        let over_time = |get: fn(&KvPoint) -> f64| {
+            let weighted = points.iter().map(|p| get(p) * p.step_s);
             over(weighted.sum(), total_s)
         };
         let waste = points.iter().filter(|p| p.num_running > 0);
         let waste: Vec<f64> = waste.map(|p| p.wasted_slots as f64 / p.num_running as f64).collect();
         let every = points.len().div_ceil(MAX_POINTS).max(1);
         KvReport {
-            pool_tokens,
-            peak_blocks: points.iter().map(|p| p.held_blocks).max().unwrap_or(0),
-            live_of_pool: over_time(|m| m.live_of_pool),
-            live_of_held: over_time(|m| m.live_of_held),
+            pool_tokens: block_size * num_blocks,
+            peak_blocks: measured.peak_blocks,
+            live_of_pool: over_time(|p| p.live_of_pool),
+            live_of_held: over_time(|p| p.live_of_held),
             waste_per_sequence: mean(&waste).unwrap_or(0.0),
             expected_waste: (block_size as f64 - 1.0) / 2.0,
-            over_time: points.iter().step_by(every).map(moment).collect(),
+            over_time: points.iter().step_by(every).copied().collect(),
         }
     }
 }
@@ -409,23 +378,24 @@ mod tests {
 
     #[test]
     fn the_kv_cache_is_weighed_by_time() {
-        let point = |t_s, step_s, live_tokens, num_running| KvPoint {
+        let point = |t_s, step_s, live_of_pool, live_of_held| KvPoint {
             t_s,
             step_s,
-            held_blocks: 2,
-            live_tokens,
-            wasted_slots: 8 - live_tokens,
-            num_running,
+            num_running: 2,
+            wasted_slots: 3,
+            live_of_pool,
+            live_of_held,
+            ..KvPoint::default()
         };
-        let kv = KvReport::new(&[point(1.0, 1.0, 8, 2), point(4.0, 3.0, 4, 1)], 4, 4);
-        assert_eq!((kv.pool_tokens, kv.peak_blocks), (16, 2));
+        let report = |kv| KvReport::new(&Measured { kv, ..Measured::default() }, 4, 4);
+        let kv = report(vec![point(1.0, 1.0, 0.5, 1.0), point(4.0, 3.0, 0.25, 0.5)]);
+        assert_eq!(kv.pool_tokens, 16);
         assert_eq!(kv.live_of_pool, 0.5 * 0.25 + 0.25 * 0.75);
         assert_eq!(kv.live_of_held, 1.0 * 0.25 + 0.5 * 0.75);
-        assert_eq!((kv.waste_per_sequence, kv.expected_waste), (2.0, 1.5));
-        let many: Vec<KvPoint> = (0..2500).map(|i| point(f64::from(i), 1.0, 8, 2)).collect();
-        let kv = KvReport::new(&many, 4, 4);
+        assert_eq!((kv.waste_per_sequence, kv.expected_waste), (1.5, 1.5));
+        let kv = report((0..2500).map(|i| point(f64::from(i), 1.0, 0.5, 1.0)).collect());
         assert_eq!((kv.over_time.len(), kv.over_time[1].t_s), (834, 3.0));
-        assert_eq!(KvReport::new(&[], 4, 4).over_time, []);
+        assert_eq!(report(Vec::new()).over_time, []);
     }
 
     #[test]

@@ -3,15 +3,17 @@
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Mean, median, standard deviation and 99th percentile.
+/// Mean, standard deviation and percentiles.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Distribution {
     /// Mean.
     pub mean: f64,
-    /// Median.
-    pub median: f64,
     /// Standard deviation of the values themselves.
     pub std: f64,
+    /// Median.
+    pub p50: f64,
+    /// 90th percentile.
+    pub p90: f64,
     /// 99th percentile.
     pub p99: f64,
 }
@@ -23,8 +25,9 @@ impl Distribution {
         let squares: Vec<f64> = values.iter().map(|x| (x - mean).powi(2)).collect();
         Some(Distribution {
             mean,
-            median: percentile(values, 50.0)?,
             std: self::mean(&squares)?.sqrt(),
+            p50: percentile(values, 50.0)?,
+            p90: percentile(values, 90.0)?,
             p99: percentile(values, 99.0)?,
         })
     }
@@ -32,7 +35,7 @@ impl Distribution {
     /// Under the names of vLLM's benchmarks, such as `mean_ttft_ms`.
     pub fn named(&self, what: &str, into: &mut BTreeMap<String, f64>) {
         let parts =
-            [("mean", self.mean), ("median", self.median), ("std", self.std), ("p99", self.p99)];
+            [("mean", self.mean), ("median", self.p50), ("std", self.std), ("p99", self.p99)];
         into.extend(parts.map(|(part, value)| (format!("{part}_{what}_ms"), value)));
     }
 }
@@ -70,7 +73,7 @@ mod tests {
     #[test]
     fn distributions_have_vllms_names() {
         let of = Distribution::of(&[1.0, 3.0]).unwrap();
-        assert_eq!((of.mean, of.median, of.std), (2.0, 2.0, 1.0));
+        assert_eq!((of.mean, of.p50, of.std), (2.0, 2.0, 1.0));
         let mut named = BTreeMap::new();
         of.named("ttft", &mut named);
         let names: Vec<&str> = named.keys().map(String::as_str).collect();

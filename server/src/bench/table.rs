@@ -16,58 +16,9 @@ struct Row {
 /// The report as text.
 pub fn table(report: &Report) -> String {
     let runs = &report.runs;
-    let mut rows = Vec::new();
-    {
-        let mut row = |name: &str, decimals, compares, get: &dyn Fn(&Run) -> Option<f64>| {
-            let values = runs.iter().map(get).collect();
-            rows.push(Row { name: name.to_owned(), values, decimals, compares });
-        };
-        row("Successful requests", 0, false, &|r| Some(r.completed as f64));
-        if runs.iter().any(|run| run.failed > 0) {
-            row("Failed sequences", 0, false, &|r| Some(r.failed as f64));
-        }
-        row("Benchmark duration (s)", 2, true, &|r| Some(r.duration));
-        row("Predicted duration (s)", 2, true, &|r| predicted(r));
-        row("Measured / predicted", 2, false, &|r| {
-            r.prediction.as_ref().map(|p| p.measured_over_predicted)
-        });
-        row("Total input tokens", 0, false, &|r| Some(r.total_input_tokens as f64));
-        row("Total generated tokens", 0, false, &|r| Some(r.total_output_tokens as f64));
-        row("Request throughput (req/s)", 2, true, &|r| Some(r.request_throughput));
-        row("Output token throughput (tok/s)", 2, true, &|r| Some(r.output_throughput));
-        row("Total token throughput (tok/s)", 2, true, &|r| Some(r.total_token_throughput));
-        for (key, name) in [
-            ("ttft", "TTFT"),
-            ("tpot", "TPOT"),
-            ("itl", "ITL"),
-            ("e2el", "E2EL"),
-            ("queue", "queue"),
-        ] {
-            for (part, title) in [("mean", "Mean"), ("median", "Median"), ("p99", "P99")] {
-                let field = format!("{part}_{key}_ms");
-                row(&format!("{title} {name} (ms)"), 2, true, &|r| {
-                    r.latencies.get(&field).copied()
-                });
-            }
-        }
-        row("Steps", 0, true, &|r| Some(r.num_steps as f64));
-        row("Padding tokens", 0, false, &|r| Some(r.num_padding_tokens as f64));
-        row("Prefix cache hits (%)", 1, false, &|r| {
-            Some(100.0 * over(r.prefix_cache.hits as f64, r.prefix_cache.queries as f64))
-        });
-        row("Preemptions, recomputed", 0, false, &|r| Some(r.preemptions.recompute as f64));
-        row("Preemptions, swapped", 0, false, &|r| Some(r.preemptions.swap as f64));
-        row("Swapped (MB)", 1, false, &|r| Some(r.swap_bytes as f64 / 1e6));
-        row("KV blocks", 0, false, &|r| Some(r.config.num_blocks as f64));
-        row("KV blocks held, peak", 0, false, &|r| Some(r.kv_cache.peak_blocks as f64));
-        row("KV live of pool, mean (%)", 1, true, &|r| Some(100.0 * r.kv_cache.live_of_pool));
-        row("KV live of held, mean (%)", 1, true, &|r| Some(100.0 * r.kv_cache.live_of_held));
-        row("KV waste per sequence (tokens)", 2, false, &|r| Some(r.kv_cache.waste_per_sequence));
-        row("  expected, (block size - 1) / 2", 2, false, &|r| Some(r.kv_cache.expected_waste));
-        for part in parts(runs) {
-            row(&format!("Time in {part} (s)"), 3, false, &|r| r.step_times.get(part).copied());
-        }
-    }
+    let mut rows = rate_rows(runs);
+    rows.extend(latency_rows(runs));
+    rows.extend(engine_rows(runs));
     rows.extend(class_rows(runs));
     rows.retain(|row| row.values.iter().any(Option::is_some));
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
@@ -84,6 +35,82 @@ pub fn table(report: &Report) -> String {
         text.push('\n');
     }
     text
+}
+
+impl Row {
+    fn new(name: &str, decimals: usize, runs: &[Run], get: impl Fn(&Run) -> Option<f64>) -> Self {
+        let (name, values) = (name.to_owned(), runs.iter().map(get).collect());
+        Row { name, values, decimals, compares: false }
+    }
+
+    /// The same, with a ratio.
+    fn compared(self) -> Self {
+        Row { compares: true, ..self }
+    }
+}
+
+/// What was done, and how fast.
+fn rate_rows(runs: &[Run]) -> Vec<Row> {
+    let row =
+        |name, decimals, get: fn(&Run) -> f64| Row::new(name, decimals, runs, |run| Some(get(run)));
+    let failed = runs.iter().any(|run| run.failed > 0);
+    let failed = failed.then(|| row("Failed sequences", 0, |r| r.failed as f64));
+    let measured_over_predicted =
+        |r: &Run| r.prediction.as_ref().map(|p| p.measured_over_predicted);
+    let mut rows = vec![row("Successful requests", 0, |r| r.completed as f64)];
+    rows.extend(failed);
+    rows.extend([
+        row("Benchmark duration (s)", 2, |r| r.duration).compared(),
+        Row::new("Predicted duration (s)", 2, runs, predicted).compared(),
+        Row::new("Measured / predicted", 2, runs, measured_over_predicted),
+        row("Total input tokens", 0, |r| r.total_input_tokens as f64),
+        row("Total generated tokens", 0, |r| r.total_output_tokens as f64),
+        row("Request throughput (req/s)", 2, |r| r.request_throughput).compared(),
+        row("Output token throughput (tok/s)", 2, |r| r.output_throughput).compared(),
+        row("Total token throughput (tok/s)", 2, |r| r.total_token_throughput).compared(),
+    ]);
+    rows
+}
+
+fn latency_rows(runs: &[Run]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (key, name) in
+        [("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2EL"), ("queue", "queue")]
+    {
+        for (part, title) in [("mean", "Mean"), ("median", "Median"), ("p99", "P99")] {
+            let field = format!("{part}_{key}_ms");
+            let get = |run: &Run| run.latencies.get(&field).copied();
+            rows.push(Row::new(&format!("{title} {name} (ms)"), 2, runs, get).compared());
+        }
+    }
+    rows
+}
+
+/// What the engine did and where its time went.
+fn engine_rows(runs: &[Run]) -> Vec<Row> {
+    let row =
+        |name, decimals, get: fn(&Run) -> f64| Row::new(name, decimals, runs, |run| Some(get(run)));
+    let mut rows = vec![
+        row("Steps", 0, |r| r.num_steps as f64).compared(),
+        row("Padding tokens", 0, |r| r.num_padding_tokens as f64),
+        row("Prefix cache hits (%)", 1, |r| {
+            100.0 * over(r.prefix_cache.hits as f64, r.prefix_cache.queries as f64)
+        }),
+        row("Preemptions, recomputed", 0, |r| r.preemptions.recompute as f64),
+        row("Preemptions, swapped", 0, |r| r.preemptions.swap as f64),
+        row("Swapped (MB)", 1, |r| r.swap_bytes as f64 / 1e6),
+        row("KV blocks", 0, |r| r.config.num_blocks as f64),
+        row("KV blocks held, peak", 0, |r| r.kv_cache.peak_blocks as f64),
+        row("KV live of pool, mean (%)", 1, |r| 100.0 * r.kv_cache.live_of_pool).compared(),
+        row("KV live of held, mean (%)", 1, |r| 100.0 * r.kv_cache.live_of_held).compared(),
+        row("KV waste per sequence (tokens)", 2, |r| r.kv_cache.waste_per_sequence),
+        row("  expected, (block size - 1) / 2", 2, |r| r.kv_cache.expected_waste),
+    ];
+    for part in parts(runs) {
+        let get = |run: &Run| run.step_times.get(part).copied();
+        rows.push(Row::new(&format!("Time in {part} (s)"), 3, runs, get));
+    }
+    rows
 }
 
 fn predicted(run: &Run) -> Option<f64> {

@@ -1,5 +1,6 @@
 //! `quire bench throughput`: the same requests under one or several configurations.
 
+use super::Files;
 use super::args::{PolicySpec, ThroughputArgs};
 use super::calibrate::calibrate;
 use super::dataset::{BenchRequest, Dataset};
@@ -9,7 +10,7 @@ use super::plot::svg;
 use super::predict::{Limits, Shape, StepModel, replay};
 use super::report::{Prediction, Ratio, Report, Run, RunConfig, RunFacts, over};
 use super::table::table;
-use super::{Files, policy_name};
+use crate::cli::scheduling::PolicyName;
 use crate::generate::request_line::Defaults;
 use crate::memory::PlanJson;
 use crate::output::{Output, to_json};
@@ -17,7 +18,7 @@ use crate::{Outcome, interrupt, load, params};
 use anyhow::Context;
 use quire_engine::Engine;
 use quire_engine::config::DEFAULT_BATCHED_TOKENS;
-use quire_engine::scheduler::{Policy, SchedulerConfig};
+use quire_engine::scheduler::{DEFAULT_AGING_STEPS, Policy, SchedulerConfig};
 use quire_model_zoo::{LoadOptions, ModelFiles};
 
 /// Runs the command.
@@ -27,7 +28,7 @@ use quire_model_zoo::{LoadOptions, ModelFiles};
 pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
     let input = args.dataset.input.as_deref();
-    let files = Files::check([&args.report.output, &args.plot], input, model)?;
+    let files = Files::check(&args.report, args.plot.as_deref(), input, model)?;
     let model_files = load::open(model)?;
     let recommended = params::recommended(&model_files.generation, model)?;
     let defaults = Defaults { prompt: recommended.clone(), chat: recommended };
@@ -53,7 +54,8 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
         report.step_model = step_model(args, &model_files, &dataset, &variants)?;
     }
     for variant in variants {
-        report.runs.push(run_variant(args, &model_files, &dataset, variant, &report.step_model)?);
+        let run = run_variant(args, &model_files, &dataset, variant, &report)?;
+        report.runs.push(run);
         if interrupt::requested() {
             break;
         }
@@ -67,15 +69,11 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     } else {
         output.text(&table(&report))?;
     }
-    files.write([&|| to_json(&report) + "\n", &|| svg(&report.runs)])?;
+    files.write(|| to_json(&report) + "\n", || svg(&report.runs))?;
     for failure in report.runs.iter().flat_map(|run| &run.failures) {
         crate::report(&format!("error: {failure}"));
     }
-    Ok(match () {
-        () if interrupt::requested() => Outcome::Interrupted,
-        () if report.runs.iter().any(|run| run.failed > 0) => Outcome::Failed,
-        () => Outcome::Done,
-    })
+    Ok(Outcome::of_run(report.runs.iter().any(|run| run.failed > 0)))
 }
 
 /// A configuration to run with.
@@ -86,7 +84,7 @@ struct Variant {
 
 /// Each policy with each block size.
 fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
-    let own = PolicySpec { policy: options.engine.policy, max_num_seqs: None };
+    let own = PolicySpec { policy: options.engine.policy.into(), max_num_seqs: None };
     let policies = if args.policy.is_empty() { vec![own] } else { args.policy.clone() };
     let own = options.engine.block_size;
     let sizes = if args.block_sizes.is_empty() { vec![own] } else { args.block_sizes.clone() };
@@ -96,12 +94,12 @@ fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
             let mut options = options.clone();
             let engine = &mut options.engine;
             // Flags that say how priorities age hold for it.
-            if policy_name(engine.policy) != policy_name(spec.policy) {
-                engine.policy = spec.policy;
+            if PolicyName::from(engine.policy) != spec.policy {
+                engine.policy = spec.policy.policy(DEFAULT_AGING_STEPS);
             }
             engine.max_num_seqs = spec.max_num_seqs.unwrap_or(engine.max_num_seqs);
             engine.block_size = block_size;
-            let mut name = format!("{}:{}", policy_name(spec.policy), engine.max_num_seqs);
+            let mut name = format!("{}:{}", spec.policy, engine.max_num_seqs);
             if sizes.len() > 1 {
                 name.push_str(&format!(" block {block_size}"));
             }
@@ -130,15 +128,21 @@ fn step_model(
     calibrate(&mut engine).context("the engine failed")
 }
 
+/// Runs `variant`; `report` has the runs before it, and the step times.
 fn run_variant(
     args: &ThroughputArgs,
     files: &ModelFiles,
     dataset: &Dataset,
     variant: Variant,
-    step_model: &Option<StepModel>,
+    report: &Report,
 ) -> anyhow::Result<Run> {
     let Variant { name, options } = variant;
     let mut engine = load::load(files, &options)?;
+    let memory = PlanJson::from(*engine.memory());
+    let is_shown = report.runs.last().is_some_and(|run| run.memory.has_parts_of(&memory));
+    if args.report.shows_memory() && !is_shown {
+        load::show(&engine, &options);
+    }
     let seed = options.engine.seed;
     let requests = dataset.requests(&mut engine, seed, args.request_rate)?;
     let warmup: Vec<BenchRequest> = requests
@@ -156,12 +160,11 @@ fn run_variant(
         seed,
         ..RunConfig::new(engine.limits())
     };
-    let memory = PlanJson::from(*engine.memory());
     let facts = RunFacts { name, config, memory, backend: engine.backend().into() };
     let mut run = Run::new(facts, &requests, &measured);
     let shared = measured.samples.iter().any(|sample| sample.cached_tokens > 0);
     let predictable = !shared && !run.interrupted;
-    if let Some(step_model) = step_model.as_ref().filter(|_| predictable) {
+    if let Some(step_model) = report.step_model.as_ref().filter(|_| predictable) {
         let shapes = shapes(&requests, &measured);
         let schedule = replay(&shapes, &replay_limits(&engine), |work| step_model.seconds(work));
         let measured_over_predicted = over(run.duration, schedule.duration_s);

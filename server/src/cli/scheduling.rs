@@ -6,6 +6,8 @@ use clap::{ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 use quire_engine::EngineConfig;
 use quire_engine::config::PreemptionMode;
 use quire_engine::scheduler::{DEFAULT_AGING_STEPS, Policy, PreemptionCosts};
+use serde::Serialize;
+use std::fmt;
 
 /// The scheduler's settings, as the flags together make them.
 pub struct Scheduling {
@@ -58,14 +60,42 @@ struct SchedulingArgs {
 }
 
 /// A [`Policy`] by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum PolicyName {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum PolicyName {
     /// First come, first served
     Fcfs,
     /// The request with the smaller "priority" comes first and may preempt others
     Priority,
     /// Whole batches, each until its last request ends: the baseline that others are measured by
     Static,
+}
+
+impl PolicyName {
+    /// The policy of this name; `aging_steps` are those of `priority`.
+    pub fn policy(self, aging_steps: u32) -> Policy {
+        match self {
+            PolicyName::Fcfs => Policy::Fcfs,
+            PolicyName::Priority => Policy::Priority { aging_steps },
+            PolicyName::Static => Policy::Static,
+        }
+    }
+}
+
+impl From<Policy> for PolicyName {
+    fn from(policy: Policy) -> Self {
+        match policy {
+            Policy::Fcfs => PolicyName::Fcfs,
+            Policy::Priority { .. } => PolicyName::Priority,
+            Policy::Static => PolicyName::Static,
+        }
+    }
+}
+
+impl fmt::Display for PolicyName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.to_possible_value().expect("none is hidden").get_name())
+    }
 }
 
 /// A [`PreemptionMode`] by name.
@@ -91,15 +121,10 @@ fn parse_costs(text: &str) -> Result<PreemptionCosts, String> {
 impl SchedulingArgs {
     /// The settings, or why the flags contradict each other.
     fn settings(&self) -> Result<Scheduling, &'static str> {
+        if self.aging_steps.is_some() && self.scheduling_policy != PolicyName::Priority {
+            return Err("--aging-steps needs --scheduling-policy priority");
+        }
         let aging_steps = self.aging_steps.unwrap_or(DEFAULT_AGING_STEPS);
-        let policy = match self.scheduling_policy {
-            PolicyName::Priority => Policy::Priority { aging_steps },
-            _ if self.aging_steps.is_some() => {
-                return Err("--aging-steps needs --scheduling-policy priority");
-            }
-            PolicyName::Fcfs => Policy::Fcfs,
-            PolicyName::Static => Policy::Static,
-        };
         let swap_bytes = self.swap_space.unwrap_or(0);
         let preemption = match (self.preemption_mode, self.preemption_costs) {
             (PreemptionName::Auto, None) => PreemptionMode::Auto,
@@ -112,7 +137,7 @@ impl SchedulingArgs {
             (PreemptionName::Recompute, None) => PreemptionMode::Recompute,
         };
         Ok(Scheduling {
-            policy,
+            policy: self.scheduling_policy.policy(aging_steps),
             preemption,
             swap_bytes,
             prefix_caching: !self.no_enable_prefix_caching,
@@ -210,6 +235,14 @@ mod tests {
             ("--async-scheduling", EngineConfig { async_scheduling: true, ..default() }),
         ] {
             assert_eq!(config(flags), Ok(expected), "{flags}");
+        }
+    }
+
+    #[test]
+    fn policies_have_one_name() {
+        for name in PolicyName::value_variants() {
+            assert_eq!(PolicyName::from(name.policy(3)), *name);
+            assert_eq!(serde_json::to_value(name).unwrap(), name.to_string());
         }
     }
 

@@ -22,7 +22,7 @@ use quire_engine::metrics::LoadLog;
 use quire_engine::{Engine, FinishReason, Request, RequestError, RequestId, RequestOutput};
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Requests in the engine, as a multiple of those a step takes: enough that none waits for input.
 const QUEUE_FACTOR: usize = 4;
@@ -30,8 +30,6 @@ const QUEUE_FACTOR: usize = 4;
 const SLOT_FACTOR: usize = 64;
 /// Errors shown on standard error; results hold all of them.
 const MAX_SHOWN_ERRORS: u64 = 10;
-/// How often a line says how the engine is doing.
-const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 struct Slot {
     line: u64,
@@ -91,6 +89,7 @@ impl<'a> Batch<'a> {
         options: BatchOptions,
     ) -> Self {
         Batch {
+            log: LoadLog::new(Instant::now(), engine.stats()),
             engine,
             source,
             source_name,
@@ -103,7 +102,6 @@ impl<'a> Batch<'a> {
             running: HashMap::new(),
             source_ended: false,
             tally: Tally::after(options.kept),
-            log: LoadLog::new(LOG_INTERVAL, Instant::now()),
         }
     }
 

@@ -74,11 +74,7 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
         }
     };
     report_summary(&tally, &engine, start, args.json);
-    Ok(match () {
-        () if interrupt::requested() => Outcome::Interrupted,
-        () if tally.any_failed() => Outcome::Failed,
-        () => Outcome::Done,
-    })
+    Ok(Outcome::of_run(tally.any_failed()))
 }
 
 /// What comes before the first request, once nothing can be refused any more.

@@ -10,7 +10,7 @@ use quire_engine::engine::Prompt;
 use quire_engine::sampling::{EarlyStopping, NumLogprobs};
 use quire_engine::text::chat::ChatMessage;
 use quire_engine::{Request, SamplingParams};
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 use std::fmt;
 
@@ -116,12 +116,33 @@ pub struct Defaults {
 
 /// Reads a line; `defaults` holds what it does not say.
 pub fn parse_line(text: &str, defaults: &Defaults) -> RequestLine {
+    parse_line_with([], text, defaults).0
+}
+
+/// The same for a line that may have the fields `more`, too; their values come with it, null where
+/// they are absent.
+pub fn parse_line_with<const N: usize>(
+    more: [&str; N],
+    text: &str,
+    defaults: &Defaults,
+) -> (RequestLine, [Value; N]) {
     // The parser counts columns from the last line break.
     let text = text.trim_end_matches(['\r', '\n']);
-    let Fields { known, problem } = match serde_json::from_str(text) {
-        Ok(fields) => fields,
-        Err(e) => return RequestLine { id: Value::Null, request: Err(syntax_error(&e, text)) },
-    };
+    let mut parser = serde_json::Deserializer::from_str(text);
+    let fields = FieldsSeed { more: &more }.deserialize(&mut parser);
+    match fields.and_then(|fields| parser.end().map(|()| fields)) {
+        Ok(mut fields) => {
+            let more = more.map(|name| fields.take(name));
+            (read_fields(fields, defaults), more)
+        }
+        Err(e) => {
+            let line = RequestLine { id: Value::Null, request: Err(syntax_error(&e, text)) };
+            (line, more.map(|_| Value::Null))
+        }
+    }
+}
+
+fn read_fields(Fields { known, problem }: Fields, defaults: &Defaults) -> RequestLine {
     let id = known.iter().find(|(name, _)| name == "id").map_or(&Value::Null, |(_, id)| id);
     let (id, id_problem) = match check_id(id) {
         Ok(()) => (id.clone(), None),
@@ -142,39 +163,57 @@ struct Fields {
     problem: Option<String>,
 }
 
-impl<'de> Deserialize<'de> for Fields {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct FieldsVisitor;
-        impl<'de> Visitor<'de> for FieldsVisitor {
-            type Value = Fields;
+/// Reads [`Fields`], of which `more` have a meaning beside those of every line.
+struct FieldsSeed<'a> {
+    more: &'a [&'a str],
+}
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a JSON object")
-            }
+impl<'de> DeserializeSeed<'de> for FieldsSeed<'_> {
+    type Value = Fields;
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
-                let mut fields = Fields { known: Vec::new(), problem: None };
-                while let Some(name) = map.next_key::<String>()? {
-                    // Numbers out of range and NaN end here; the message names their field.
-                    fields
-                        .read(&name, &mut map)
-                        .map_err(|e| A::Error::custom(format!("field {}: {e}", shown(&name))))?;
-                }
-                Ok(fields)
-            }
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Fields, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for FieldsSeed<'_> {
+    type Value = Fields;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields, A::Error> {
+        let mut fields = Fields { known: Vec::new(), problem: None };
+        while let Some(name) = map.next_key::<String>()? {
+            // Numbers out of range and NaN end here; the message names their field.
+            fields
+                .read(&name, self.more, &mut map)
+                .map_err(|e| A::Error::custom(format!("field {}: {e}", shown(&name))))?;
         }
-        deserializer.deserialize_map(FieldsVisitor)
+        Ok(fields)
     }
 }
 
 impl Fields {
+    /// Takes a field's value out; null where it is absent.
+    fn take(&mut self, name: &str) -> Value {
+        let at = self.known.iter().position(|(other, _)| other == name);
+        at.map_or(Value::Null, |at| self.known.remove(at).1)
+    }
+
     /// Reads the value of field `name`.
-    fn read<'de, A: MapAccess<'de>>(&mut self, name: &str, map: &mut A) -> Result<(), A::Error> {
-        let problem = if !is_known(name) {
+    fn read<'de, A: MapAccess<'de>>(
+        &mut self,
+        name: &str,
+        more: &[&str],
+        map: &mut A,
+    ) -> Result<(), A::Error> {
+        let problem = if !is_known(name) && !more.contains(&name) {
             let given = map.next_value::<Option<IgnoredAny>>()?.is_some();
             match NOT_SUPPORTED.contains(&name) {
                 true => given.then(|| format!("field {name:?} is not supported")),
-                false => Some(unknown(name)),
+                false => Some(unknown(name, more)),
             }
         } else if self.known.iter().any(|(other, _)| other == name) {
             map.next_value::<IgnoredAny>()?;
@@ -193,11 +232,12 @@ fn is_known(name: &str) -> bool {
         || [&PROMPT_FIELDS[..], &CHAT_FIELDS, SAMPLING_FIELDS].iter().any(|set| set.contains(&name))
 }
 
-fn unknown(name: &str) -> String {
+fn unknown(name: &str, more: &[&str]) -> String {
     format!(
-        "unknown field {}; a line has id, one of {}, with messages {}, and of the sampling \
+        "unknown field {}; a line has {}, one of {}, with messages {}, and of the sampling \
          parameters {}",
         shown(name),
+        [&["id"], more].concat().join(", "),
         PROMPT_FIELDS.join(", "),
         CHAT_FIELDS.join(", "),
         SAMPLING_FIELDS.join(", ")

@@ -15,7 +15,7 @@ fn info_says_what_a_model_takes() {
     assert_eq!(info["num_blocks"], 10);
     // 3 layers × K and V × 2 heads × 64 × 4 bytes.
     assert_eq!(info["kv_bytes_per_token"], 3072);
-    assert_eq!(info["kv_cache_bytes"], 10 * 32 * 3072);
+    assert_eq!(info["memory"]["kv_cache"], 10 * 32 * 3072);
     let small = quire(&["info", MODEL, "--num-blocks-override", "4", "--dtype", "bf16"]);
     let table = stdout(&small);
     assert!(table.contains("KV per token        1536 bytes"), "{table}");
@@ -33,7 +33,7 @@ fn info_has_the_memory_plan_and_the_schedulers_settings() {
     let default = info(&[]);
     let memory = &default["memory"];
     let part = |name: &str| memory[name].as_u64().unwrap();
-    assert_eq!(part("kv_cache"), default["kv_cache_bytes"].as_u64().unwrap());
+    assert_eq!(part("kv_cache"), 10 * 16 * 3072);
     let names = ["weights", "workspace", "logits", "sampling", "other", "kv_cache", "swap"];
     assert_eq!(names.map(part).iter().sum::<u64>(), part("needed"));
     assert!(names[..6].iter().all(|name| part(name) > 0), "{memory}");
@@ -78,9 +78,15 @@ fn info_has_the_memory_plan_and_the_schedulers_settings() {
 fn what_the_memory_cannot_hold_is_refused_with_a_table() {
     for (flags, problem) in [
         (["--kv-cache-memory", "2T"], "no room for the KV cache of 2.0 TiB: the engine needs"),
-        (["--num-blocks-override", "100000000"], "lower --kv-cache-memory or --num-blocks-over"),
+        (
+            ["--num-blocks-override", "100000000"],
+            "lower --kv-cache-memory (kv_cache_bytes) or --num-blocks-over",
+        ),
         (["--swap-space", "90T"], "no room for the swap space of 90.0 TiB"),
-        (["--memory-utilization", "0.0000001"], "or raise --memory-utilization"),
+        (
+            ["--memory-utilization", "0.0000001"],
+            "or raise --memory-utilization (memory_utilization)",
+        ),
     ] {
         let output = quire(&[&["generate", MODEL, "--prompt", "x"][..], &flags].concat());
         assert_eq!((output.status.code(), stdout(&output)), (Some(2), String::new()));

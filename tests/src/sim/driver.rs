@@ -38,9 +38,25 @@ struct Request {
     prompt: Vec<u32>,
     salt: Option<String>,
     max_tokens: usize,
-    /// With beams: the width, what there is of results for the next comparison, and the beams
-    /// there should be.
-    beams: Option<(usize, HashMap<SeqId, u64>, Vec<History>)>,
+    /// What it has where it has beams.
+    beams: Option<Beams>,
+}
+
+/// The beams of a request.
+#[derive(Clone, Debug)]
+struct Beams {
+    width: usize,
+    /// What there is of results for the next comparison.
+    results: HashMap<SeqId, u64>,
+    /// The beams there should be.
+    expected: Vec<History>,
+}
+
+impl Request {
+    /// Sequences that it may have at a time.
+    fn num_seqs(&self) -> usize {
+        self.beams.as_ref().map_or(self.ids.len(), |beams| beams.width)
+    }
 }
 
 /// A scheduler with the fake device.
@@ -107,20 +123,15 @@ impl Sim {
 
     /// Seats that the request of `id` takes when it is admitted.
     pub fn seats(&self, id: SeqId) -> usize {
-        self.requests[&self.live[&id].request].beams.as_ref().map_or(1, |b| b.0)
+        self.requests[&self.live[&id].request].beams.as_ref().map_or(1, |b| b.width)
     }
 
     /// Seats that nobody holds.
     pub fn num_free_seats(&self) -> usize {
         let running = |id: &SeqId| self.scheduler.is_running(*id);
         let seats = |request: &Request| match &request.beams {
-            Some((width, ..)) => {
-                if running(&request.ids[0]) {
-                    *width
-                } else {
-                    0
-                }
-            }
+            Some(beams) if running(&request.ids[0]) => beams.width,
+            Some(_) => 0,
             None => request.ids.iter().filter(|id| running(id)).count(),
         };
         let held: usize = self.requests.values().map(seats).sum();
@@ -251,7 +262,8 @@ impl Sim {
             self.totals.started += 1;
             assert!(self.histories.insert(id, history).is_none(), "{id:?} lived before");
         }
-        let beams = width.map(|width| (width, HashMap::new(), vec![history]));
+        let beams =
+            width.map(|width| Beams { width, results: HashMap::new(), expected: vec![history] });
         let NewSequence { prompt, cache_salt: salt, rules, .. } = new.clone();
         let request_state = Request { ids, prompt, salt, max_tokens: rules.max_tokens, beams };
         self.requests.insert(request, request_state);
@@ -376,7 +388,7 @@ impl Sim {
         }
         if let Some(live) = self.live.get(&id) {
             let request = self.requests.get_mut(&live.request).expect("live");
-            request.beams.as_mut().expect("beams").1.insert(id, hash);
+            request.beams.as_mut().expect("beams").results.insert(id, hash);
         }
         0
     }
@@ -384,7 +396,7 @@ impl Sim {
     /// Goes on with the beams of `request` once all were sampled.
     fn advance(&mut self, request: u64) {
         let Some(state) = self.requests.get_mut(&request) else { return };
-        let Some((width, results, expected)) = &mut state.beams else { return };
+        let Some(Beams { width, results, expected }) = &mut state.beams else { return };
         let first = state.ids[0];
         assert_eq!(self.scheduler.beams_of(first), state.ids);
         if !self.scheduler.beams_are_parked(first) {
@@ -486,12 +498,9 @@ impl Sim {
     /// Without faults, all that is there must end within a number of steps: twice those of
     /// computing every sequence anew for each of the others, a token at a time.
     pub fn drain(&mut self) {
-        let tokens = |request: &Request| {
-            let samples = request.beams.as_ref().map_or(request.ids.len(), |b| b.0);
-            (request.prompt.len() + request.max_tokens) * samples
-        };
-        let live: usize =
-            self.requests.values().map(|r| r.beams.as_ref().map_or(r.ids.len(), |b| b.0)).sum();
+        let tokens =
+            |request: &Request| (request.prompt.len() + request.max_tokens) * request.num_seqs();
+        let live: usize = self.requests.values().map(Request::num_seqs).sum();
         let bound = 2 * (self.requests.values().map(tokens).sum::<usize>() + 1) * (live + 1);
         for steps in 0..bound {
             if self.live.is_empty() {

@@ -43,11 +43,10 @@ impl Totals {
 
     /// Adds those of another run.
     pub fn add(&mut self, other: &Totals) {
-        let mut worst = self.worst_drain.max(other.worst_drain);
+        self.worst_drain = self.worst_drain.max(other.worst_drain);
         for (mine, (_, theirs)) in self.counters_mut().into_iter().zip(other.counters()) {
             *mine += theirs;
         }
-        std::mem::swap(&mut self.worst_drain, &mut worst);
     }
 
     /// Every counter with its name.
