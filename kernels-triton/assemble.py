@@ -157,7 +157,7 @@ def work_table(table: Table, out: Path) -> str:
     """Least bytes and FLOPs of each kernel for a stated case, and the time they take at best."""
     works = yaml.safe_load(ROOFLINE.read_text())
     lines = row(["kernel", "case", "bytes", "FLOPs", "FLOPs/byte", *(g.name for g in GPUS)])
-    lines += row(["---"] * 3 + ["---:"] * (3 + len(GPUS)))
+    lines += row(["---"] * 2 + ["---:"] * (3 + len(GPUS)))
     for kernel in table.kernels:
         name = kernel["kernel"]
         if name not in works:

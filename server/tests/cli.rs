@@ -86,6 +86,19 @@ fn prompts_stream_their_text() {
     );
     assert!(stderr(&shown).contains("output       16 tokens"), "{}", stderr(&shown));
 
+    // What a search found is shown when it ends.
+    let search = ["--prompt", "One", "--use-beam-search", "--n", "2", "--temperature", "0"];
+    let search = [&["generate", MODEL, "--max-tokens", "4"][..], &search].concat();
+    let json = quire(&[&search[..], &["--json"]].concat());
+    let found = json_lines(&stdout(&json));
+    let shown = stdout(&quire(&search));
+    for (i, output) in found.iter().enumerate() {
+        let text = output["text"].as_str().unwrap();
+        assert!(shown.contains(&format!("sample {} <==\n{text}", i + 1)), "{shown}");
+        assert!(output["beam"]["score"].as_f64().unwrap() < 0.0);
+    }
+    assert_eq!(found.len(), 2);
+
     let first = &results[0];
     assert_eq!(first["token_ids"].as_array().unwrap().len(), 8);
     assert_eq!(first["finish_reason"], "length");

@@ -7,10 +7,14 @@ use crate::sampling::{RowTarget, SamplingBatch, SamplingRow};
 use crate::scheduler::{Preemption, PreemptionCosts, Scheduler};
 use std::time::{Duration, Instant};
 
-/// Tokens of the step that is timed: enough to use the matrix units, few enough to cost little.
+/// Tokens of the step that is timed: few enough to cost little on a large model.
 const TOKENS: usize = 16;
 /// A first run shorter than this is repeated, as it may have paid for fresh memory.
 const SHORT: Duration = Duration::from_millis(100);
+/// Tokens of the step that is timed where [`TOKENS`] take less than [`QUICK`]: a small model is
+/// nearer to its speed with more.
+const MORE_TOKENS: usize = 64;
+const QUICK: Duration = Duration::from_millis(20);
 
 /// Measures what is asked for and sets it in `scheduler`. A backend that fails here will say so
 /// at its first step; nothing is set then.
@@ -38,15 +42,33 @@ pub(super) fn apply(executor: &mut dyn Executor, measure: Measure, scheduler: &m
     }
 }
 
-/// Time of a token in a step of [`TOKENS`] that writes nothing.
+/// Time of a token in a step that writes nothing.
 fn time_token(
     executor: &mut dyn Executor,
     scheduler: &Scheduler,
 ) -> Result<Duration, BackendError> {
     let config = scheduler.config();
-    let n = TOKENS.min(config.max_num_batched_tokens).min(config.max_model_len);
+    let most = config.max_num_batched_tokens.min(config.max_model_len);
+    let tokens = TOKENS.min(most);
+    let mut time = time_step(executor, config.block_size, tokens)?;
+    if time < SHORT {
+        time = time_step(executor, config.block_size, tokens)?;
+    }
+    if time >= QUICK {
+        return Ok(time / tokens as u32);
+    }
+    let tokens = MORE_TOKENS.min(most);
+    Ok(time_step(executor, config.block_size, tokens)? / tokens as u32)
+}
+
+/// Time of a step with one sequence of `n` tokens.
+fn time_step(
+    executor: &mut dyn Executor,
+    block_size: usize,
+    n: usize,
+) -> Result<Duration, BackendError> {
     let mut input = ForwardInput::default();
-    input.clear(n.div_ceil(config.block_size));
+    input.clear(n.div_ceil(block_size));
     input.token_ids.resize(n, 0);
     input.positions.extend(0..n as u32);
     input.slot_mapping.resize(n, -1);
@@ -56,16 +78,9 @@ fn time_token(
     input.logits_indices.push(n as u32 - 1);
     let mut batch = SamplingBatch::default();
     batch.rows.push(SamplingRow { target: RowTarget::Nothing, ..SamplingRow::default() });
-    let mut out = ExecutorOutput::default();
-    let mut run = || {
-        let start = Instant::now();
-        executor.execute(&input, &batch, &[false], &mut out).map(|()| start.elapsed())
-    };
-    let mut time = run()?;
-    if time < SHORT {
-        time = run()?;
-    }
-    Ok(time / n as u32)
+    let start = Instant::now();
+    executor.execute(&input, &batch, &[false], &mut ExecutorOutput::default())?;
+    Ok(start.elapsed())
 }
 
 /// Time to copy a block to the host; the pools hold nothing yet.

@@ -45,7 +45,7 @@ pub struct ThroughputArgs {
     #[command(flatten)]
     pub dataset: DatasetArgs,
     /// Requests a second, at random intervals (Poisson), made from --seed [default: all at once, or
-    /// as \"at\" in the lines says]
+    /// as `at` in the lines says]
     #[arg(long, value_name = "R", allow_negative_numbers = true, value_parser = parse_rate)]
     pub request_rate: Option<f64>,
     /// Scheduling policies to run one after the other on the same requests: fcfs, priority or

@@ -1,6 +1,7 @@
 //! A report to be read: a column a run and, for two, the ratio of the second to the first.
 
 use super::report::{Report, Run, over};
+use crate::cli::scheduling::PolicyName;
 use crate::output::escaped;
 use std::fmt::Write as _;
 
@@ -103,8 +104,13 @@ fn engine_rows(runs: &[Run]) -> Vec<Row> {
         row("KV blocks held, peak", 0, |r| r.kv_cache.peak_blocks as f64),
         row("KV live of pool, mean (%)", 1, |r| 100.0 * r.kv_cache.live_of_pool).compared(),
         row("KV live of held, mean (%)", 1, |r| 100.0 * r.kv_cache.live_of_held).compared(),
-        row("KV waste per sequence (tokens)", 2, |r| r.kv_cache.waste_per_sequence),
-        row("  expected, (block size - 1) / 2", 2, |r| r.kv_cache.expected_waste),
+        // A static batch reserves on purpose.
+        Row::new("KV waste per sequence (tokens)", 2, runs, |r| {
+            (r.config.policy != PolicyName::Static).then_some(r.kv_cache.waste_per_sequence)
+        }),
+        Row::new("  expected, (block size - 1) / 2", 2, runs, |r| {
+            (r.config.policy != PolicyName::Static).then_some(r.kv_cache.expected_waste)
+        }),
     ];
     for part in parts(runs) {
         let get = |run: &Run| run.step_times.get(part).copied();

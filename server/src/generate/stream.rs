@@ -43,7 +43,8 @@ pub fn stream(
     let headings = requests.len() > 1 || requests.iter().any(|request| request.params.n > 1);
     let mut stream = Stream { output, prompts: Vec::new(), headings, current: 0, headed: false };
     for (i, mut request) in requests.into_iter().enumerate() {
-        request.stream = true;
+        // Beams are known at the end only.
+        request.stream = !request.params.use_beam_search;
         let n = request.params.n;
         match engine.add_request(request) {
             Ok(id) => {
@@ -71,6 +72,9 @@ pub fn stream(
             let entry = places.get_mut(&output.request_id).expect("a request of this run");
             let shown = &mut stream.prompts[entry.0 + output.index];
             shown.ended = true;
+            if output.beam.is_some() {
+                shown.pending.push_str(&output.text);
+            }
             entry.1 -= 1;
             if entry.1 == 0 {
                 places.remove(&output.request_id);

@@ -87,7 +87,10 @@ impl Tally {
             peak_kv_blocks: peak_blocks,
             num_kv_blocks: num_blocks,
             peak_kv_percent: 100.0 * peak_blocks as f64 / num_blocks as f64,
+            prefix_queries: stats.scheduler.prefix_queries,
+            prefix_hits: stats.scheduler.prefix_hits,
             preemptions: stats.num_preemptions(),
+            preemptions_swapped: stats.scheduler.num_preempted_swap,
             wall_s: seconds,
         }
     }
@@ -112,7 +115,13 @@ pub struct Summary {
     peak_kv_blocks: usize,
     num_kv_blocks: usize,
     peak_kv_percent: f64,
+    /// Prompt tokens looked up in the prefix cache, those of resumed sequences included.
+    prefix_queries: u64,
+    /// Those of them that were found, and not computed.
+    prefix_hits: u64,
     preemptions: u64,
+    /// Those whose blocks were copied to the swap space.
+    preemptions_swapped: u64,
     wall_s: f64,
 }
 
@@ -155,9 +164,28 @@ impl Summary {
                     self.peak_kv_blocks, self.num_kv_blocks, self.peak_kv_percent
                 ),
             ),
-            ("preemptions", self.preemptions.to_string()),
+            ("prefix cache", self.prefix_cache()),
+            ("preemptions", self.preemptions()),
             ("wall time", format!("{:.2} s", self.wall_s)),
         ])
+    }
+}
+
+impl Summary {
+    fn prefix_cache(&self) -> String {
+        if self.prefix_queries == 0 {
+            return "not used".to_owned();
+        }
+        let (hits, queries) = (self.prefix_hits, self.prefix_queries);
+        let percent = 100.0 * hits as f64 / queries as f64;
+        format!("{hits} of {queries} tokens found ({percent:.1} %)")
+    }
+
+    fn preemptions(&self) -> String {
+        match self.preemptions_swapped {
+            0 => self.preemptions.to_string(),
+            swapped => format!("{}, {swapped} of them by swap", self.preemptions),
+        }
     }
 }
 
@@ -182,7 +210,10 @@ mod tests {
             peak_kv_blocks: 1,
             num_kv_blocks: 2,
             peak_kv_percent: 50.0,
-            preemptions: 0,
+            prefix_queries: 40,
+            prefix_hits: 10,
+            preemptions: 3,
+            preemptions_swapped: 1,
             wall_s: 1.0,
         };
         assert_eq!(summary(0, 0).table(), "no requests\n");
@@ -190,5 +221,7 @@ mod tests {
         let table = summary(1, 0).table();
         assert!(table.contains("prompt       1 token, 1.0 tokens/s\n"), "{table}");
         assert!(table.contains("output       2 tokens, 2.0 tokens/s\n"), "{table}");
+        assert!(table.contains("prefix cache 10 of 40 tokens found (25.0 %)\n"), "{table}");
+        assert!(table.contains("preemptions  3, 1 of them by swap\n"), "{table}");
     }
 }
