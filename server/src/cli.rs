@@ -120,7 +120,12 @@ struct EngineArgs {
     #[arg(long)]
     isa: Option<Isa>,
     /// Worker threads [default: the cores this process may use]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_positive)]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = |text: &str| parse_within::<usize>(1..=1024, text),
+    )]
     threads: Option<usize>,
     /// Seed of requests that bring none
     #[arg(
@@ -663,7 +668,7 @@ mod tests {
     #[test]
     fn numbers_out_of_range_are_told_the_range() {
         for (flags, rule) in [
-            ("--threads -1", "from 1 to 18446744073709551615"),
+            ("--threads -1", "from 1 to 1024"),
             ("--seed -1", "from 0 to 18446744073709551615"),
             ("--request-seed 1.5", "from 0 to 18446744073709551615"),
             ("--max-tokens 0", "from 1 to 18446744073709551615"),

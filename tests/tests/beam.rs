@@ -152,7 +152,10 @@ fn searches_that_cannot_be_are_refused_and_the_greatest_that_can_are_not() {
         other => panic!("{other}"),
     };
     let error = refused(&mut engine, Request::new(prompt(4), beams(1, 5, 4)));
-    assert_eq!(admission(error), AdmissionError::BeamsTooWide { width: 5, limit: 4 });
+    assert_eq!(
+        admission(error),
+        AdmissionError::BeamsTooWide { width: 5, limit: 4, name: "max_num_seqs" }
+    );
     // 2 blocks of the prompt are shared, and each of 4 beams writes to 5 of its own.
     let error = admission(refused(&mut engine, Request::new(prompt(16), beams(1, 4, 33))));
     let needed = 2 + 4 * 5;

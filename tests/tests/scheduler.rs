@@ -313,7 +313,7 @@ fn beams_keep_their_seats_and_share_their_blocks() {
     }
     let mut sim = Sim::with_limits(config(4, 64, 16), 0);
     let error = sim.add_beams(new(prompt(10, 1), 8), 5).unwrap_err();
-    assert_eq!(error, AdmissionError::BeamsTooWide { width: 5, limit: 4 });
+    assert_eq!(error, AdmissionError::BeamsTooWide { width: 5, limit: 4, name: "max_num_seqs" });
     let error = sim.add_beams(new(prompt(8, 1), 32), 2).unwrap_err();
     let (prompt, width, max_tokens) = (8, 2, 32);
     let (needed, limit) = (2 + 2 * 8, 16);

@@ -11,9 +11,12 @@ impl Scheduler {
         if self.config.policy == Policy::Static {
             return Err(AdmissionError::StaticBeams);
         }
-        let limit = self.config.max_num_seqs.min(self.config.max_num_batched_tokens);
-        if width > limit {
-            return Err(AdmissionError::BeamsTooWide { width, limit });
+        let limits = [
+            (self.config.max_num_seqs, "max_num_seqs"),
+            (self.config.max_num_batched_tokens, "max_num_batched_tokens"),
+        ];
+        if let Some(&(limit, name)) = limits.iter().find(|(limit, _)| width > *limit) {
+            return Err(AdmissionError::BeamsTooWide { width, limit, name });
         }
         let (prompt, max_tokens) = (new.prompt.len(), new.rules.max_tokens.max(1));
         // Only the full blocks of the prompt are certain to be shared; one more a beam is held

@@ -23,12 +23,14 @@ pub enum AdmissionError {
     #[error("use_beam_search is not possible with static batching; take another policy")]
     StaticBeams,
     /// All beams together do not fit a step.
-    #[error("beam_width is {width}; a step has {limit} sequences")]
+    #[error("beam_width is {width}; the limit is {limit}, the value of {name}")]
     BeamsTooWide {
         /// Beams asked for.
         width: usize,
-        /// `max_num_seqs`.
+        /// How many fit a step.
         limit: usize,
+        /// Which setting that is: `max_num_seqs` or `max_num_batched_tokens`.
+        name: &'static str,
     },
     /// All beams together do not fit the pool.
     #[error(

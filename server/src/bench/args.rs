@@ -215,8 +215,9 @@ fn parse_len(text: &str) -> Result<usize, String> {
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {
-    let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
-    rate.ok_or_else(|| "must be a number above 0".to_owned())
+    // Far below it, arrivals would lie beyond what clocks count.
+    let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate >= 1e-3);
+    rate.ok_or_else(|| "must be a number of at least 0.001".to_owned())
 }
 
 fn parse_ratio(text: &str) -> Result<f64, String> {
@@ -258,7 +259,8 @@ mod tests {
             ("--output-len 16777217", "from 1 to 16777216"),
             ("--prefix-len 16777217", "from 0 to 16777216"),
             ("--policy fcfs:0", "from 1 to"),
-            ("--request-rate 0", "above 0"),
+            ("--request-rate 0", "at least 0.001"),
+            ("--request-rate 1e-20", "at least 0.001"),
             ("--range-ratio 1", "below 1"),
             ("--dataset mix", "--classes"),
             ("--input f --classes 1x1@1", "cannot be used"),

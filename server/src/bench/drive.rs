@@ -172,7 +172,8 @@ impl Driver<'_> {
             let at = Duration::from_secs_f64(next.at_s);
             let Some(late) = self.start.elapsed().checked_sub(at) else { break };
             let mut request = next.request.clone();
-            request.stream = true;
+            // Beams are known at the end only.
+            request.stream = !request.params.use_beam_search;
             let id = self.engine.add_request(request).map_err(crate::conversation::refusal)?;
             // All at once means at the start, not when the engine has taken those before it.
             let live = Live { request: self.num_arrived, late, last_token: HashMap::new() };

@@ -95,6 +95,10 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
         ttft,
         tpot: Distribution::of(&tpot),
     };
+    if interrupt::requested() {
+        let (done, wanted) = (report.latencies.len(), args.num_iters);
+        crate::report(&format!("error: interrupted after {done} of {wanted} batches"));
+    }
     let mut output = Output::stdout();
     if args.report.json {
         output.json(&report)?;

@@ -53,6 +53,7 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     if !args.no_prediction {
         report.step_model = step_model(args, &model_files, &dataset, &variants)?;
     }
+    let num_variants = variants.len();
     for variant in variants {
         let run = run_variant(args, &model_files, &dataset, variant, &report)?;
         report.runs.push(run);
@@ -70,6 +71,13 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
         output.text(&table(&report))?;
     }
     files.write(|| to_json(&report) + "\n", || svg(&report.runs))?;
+    if interrupt::requested() {
+        let completed = report.runs.last().map_or(0, |run| run.completed);
+        let (runs, of) = (report.runs.len(), num_variants);
+        crate::report(&format!(
+            "error: interrupted in run {runs} of {of}, when {completed} requests were answered"
+        ));
+    }
     for failure in report.runs.iter().flat_map(|run| &run.failures) {
         crate::report(&format!("error: {failure}"));
     }
