@@ -164,7 +164,7 @@ impl Summary {
                     self.peak_kv_blocks, self.num_kv_blocks, self.peak_kv_percent
                 ),
             ),
-            ("prefix cache", self.prefix_cache()),
+            ("prefix hits", self.prefix_cache()),
             ("preemptions", self.preemptions()),
             ("wall time", format!("{:.2} s", self.wall_s)),
         ])
@@ -221,7 +221,7 @@ mod tests {
         let table = summary(1, 0).table();
         assert!(table.contains("prompt       1 token, 1.0 tokens/s\n"), "{table}");
         assert!(table.contains("output       2 tokens, 2.0 tokens/s\n"), "{table}");
-        assert!(table.contains("prefix cache 10 of 40 tokens found (25.0 %)\n"), "{table}");
+        assert!(table.contains("prefix hits  10 of 40 tokens found (25.0 %)\n"), "{table}");
         assert!(table.contains("preemptions  3, 1 of them by swap\n"), "{table}");
     }
 }
