@@ -89,8 +89,7 @@ fn prompts_stream_their_text() {
     // What a search found is shown when it ends.
     let search = ["--prompt", "One", "--use-beam-search", "--n", "2", "--temperature", "0"];
     let search = [&["generate", MODEL, "--max-tokens", "4"][..], &search].concat();
-    let json = quire(&[&search[..], &["--json"]].concat());
-    let found = json_lines(&stdout(&json));
+    let found = json_lines(&stdout(&quire(&[&search[..], &["--json"]].concat())));
     let shown = stdout(&quire(&search));
     for (i, output) in found.iter().enumerate() {
         let text = output["text"].as_str().unwrap();
