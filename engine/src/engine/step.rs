@@ -35,7 +35,8 @@ impl Engine {
     /// Computes one step and returns what it brought; empty when nothing is left to do.
     ///
     /// # Errors
-    /// The backend failed. No token was taken; the next call plans the same tokens again.
+    /// The backend failed. No token of the step was taken; its sequences are computed anew, as far
+    /// as the prefix cache does not hold what earlier steps computed.
     pub fn step(&mut self) -> Result<StepOutput, EngineError> {
         let mut out = std::mem::take(&mut self.unreported);
         let start = Instant::now();
@@ -44,16 +45,18 @@ impl Engine {
         let planned = !self.flight.plan.is_empty();
         let before = self.ahead.take();
         let result = if planned { self.run(before.as_ref()) } else { Ok(()) };
-        if let Some(mut before) = before {
+        // Its arrays serve the step after this one.
+        let spare = before.map(|mut before| {
             self.apply(&mut before, &mut out);
-        }
+            before
+        });
         if let Err(error) = result {
             self.scheduler.cancel();
             self.unreported = out;
             return Err(error);
         }
         if planned && self.plan_ahead {
-            self.ahead = Some(std::mem::take(&mut self.flight));
+            self.ahead = Some(std::mem::replace(&mut self.flight, spare.unwrap_or_default()));
         } else if planned {
             let mut flight = std::mem::take(&mut self.flight);
             self.apply(&mut flight, &mut out);
