@@ -16,22 +16,18 @@ use std::time::Instant;
 
 /// A live search.
 pub(super) struct BeamState {
-    request: Request,
+    report: BeamReport,
     /// The live beams, in the order of the search.
     seqs: Vec<SeqId>,
     /// What may follow each live beam, as far as it is computed.
     candidates: Vec<Option<Result<Vec<TokenLogprob>, RowError>>>,
     search: BeamSearch,
     pub(super) rows: RowPlan,
-    seed: u64,
-    arrival: Instant,
-    first_scheduled: Option<Instant>,
-    first_token: Option<Instant>,
 }
 
 impl BeamState {
     pub(super) fn scheduled(&mut self, now: Instant) {
-        self.first_scheduled.get_or_insert(now);
+        self.report.first_scheduled.get_or_insert(now);
     }
 }
 
@@ -63,17 +59,9 @@ impl Engine {
         let seq = self.scheduler.add_beams(new, width)?;
         self.beam_of.insert(seq, id);
         self.ids.insert(id, Vec::new());
-        let state = BeamState {
-            request,
-            seqs: vec![seq],
-            candidates: vec![None],
-            search,
-            rows,
-            seed,
-            arrival,
-            first_scheduled: None,
-            first_token: None,
-        };
+        let report =
+            BeamReport { id, request, seed, arrival, first_scheduled: None, first_token: None };
+        let state = BeamState { report, seqs: vec![seq], candidates: vec![None], search, rows };
         self.beams.insert(id, state);
         Ok(())
     }
@@ -98,7 +86,7 @@ impl Engine {
         let place = state.seqs.iter().position(|&s| s == seq).expect("a live beam");
         let top = sample.logprobs.map(|logprobs| logprobs.top).unwrap_or_default();
         state.candidates[place] = Some(sample.token.map(|_| top));
-        state.first_token.get_or_insert(now);
+        state.report.first_token.get_or_insert(now);
         id
     }
 
@@ -148,23 +136,12 @@ impl Engine {
         }
         let mut base = base.expect("a search has a beam");
         base.tokens.truncate(base.prompt_len);
-        let n = state.request.params.n;
-        let (search, end) = (state.search, reason);
-        let mut found = match &end {
-            None => search.into_hypotheses(n),
-            Some(_) => Vec::new(),
-        }
-        .into_iter();
+        let BeamState { report, search, .. } = state;
+        let n = report.request.params.n;
+        let found = if reason.is_none() { search.into_hypotheses(n) } else { Vec::new() };
+        let mut found = found.into_iter();
         let none = FinishReason::Error("the search found fewer sequences".to_owned());
-        let end = end.unwrap_or(none);
-        let report = BeamReport {
-            id,
-            request: state.request,
-            seed: state.seed,
-            arrival: state.arrival,
-            first_scheduled: state.first_scheduled,
-            first_token: state.first_token,
-        };
+        let end = reason.unwrap_or(none);
         (0..n)
             .map(|index| match found.next() {
                 Some(hypothesis) => self.report_hypothesis(&report, index, &base, hypothesis),
