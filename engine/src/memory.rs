@@ -13,7 +13,7 @@ mod system;
 pub use system::SystemMemory;
 
 use crate::model::ModelInfo;
-use crate::ops::{DType, KvLayout, MatrixLayout, TensorKind};
+use crate::ops::{DType, KvLayout, MatrixLayout, StepLimits, TensorKind};
 use serde::Serialize;
 
 /// What the buffers of a backend take, in bytes; the backend allocates by the same numbers.
@@ -36,8 +36,18 @@ pub trait BufferSizes {
     /// All blocks of a KV cache, here or on the host.
     fn kv_bytes(&self, layout: &KvLayout) -> Option<usize>;
 
-    /// Most that samplers hold for rows of `vocab_size` logits, all workers together.
-    fn sampling_bytes(&self, vocab_size: usize) -> Option<usize>;
+    /// Most that choosing tokens takes.
+    fn sampling_bytes(&self, limits: &StepLimits) -> Option<usize>;
+
+    /// What steps take besides the model's own buffers, with a KV cache of `layout`.
+    fn step_bytes(&self, _limits: &StepLimits, _layout: &KvLayout) -> Option<usize> {
+        Some(0)
+    }
+
+    /// Whether swapped-out blocks are in other memory than everything else.
+    fn swap_is_apart(&self) -> bool {
+        false
+    }
 }
 
 /// What a model takes on some backend, counted without loading it.
@@ -48,9 +58,13 @@ pub trait ModelMemory {
     /// Type of weights, GEMM inputs and KV.
     fn dtype(&self) -> DType;
 
-    /// All but the KV blocks, for steps of up to `max_tokens` tokens and sequences of up to
-    /// `max_positions`. `None`: more than an address can name.
-    fn fixed_bytes(&self, max_tokens: usize, max_positions: usize) -> Option<FixedBytes>;
+    /// All but the KV blocks, for steps within `limits`. `None`: more than an address can name.
+    fn fixed_bytes(&self, limits: &StepLimits) -> Option<FixedBytes>;
+
+    /// Whether swapped-out blocks are in other memory than everything else.
+    fn swap_is_apart(&self) -> bool {
+        false
+    }
 
     /// One KV block of `block_size` tokens, over all layers.
     fn block_bytes(&self, block_size: usize) -> Option<usize>;
@@ -92,7 +106,7 @@ pub struct MemoryPlan {
     pub other: usize,
     /// KV blocks.
     pub kv_cache: usize,
-    /// Host memory for swapped-out blocks.
+    /// Host memory for swapped-out blocks, where all else is in host memory, too.
     pub swap: usize,
 }
 
@@ -123,7 +137,7 @@ impl PlanPart {
             PlanPart::Swap => lower(&["swap_bytes"]),
             PlanPart::KvCache => lower(&["kv_cache_bytes", "num_blocks"]),
         };
-        if plan.budget < plan.available {
+        if plan.budget < plan.available && plan.needed() <= plan.available {
             remedy.push_str(&format!(", or raise {}", name("memory_utilization")));
         }
         remedy

@@ -57,11 +57,11 @@ pub struct Registry {
 #[derive(Debug, thiserror::Error)]
 pub enum SelectError {
     /// The device is older than all targets.
-    #[error("compute capability {capability} runs none of the targets {targets}")]
+    #[error("compute capability {capability} runs none of the kernels, which are for {targets}")]
     UnsupportedDevice {
         /// That of the device.
         capability: ComputeCapability,
-        /// Names of what there is.
+        /// The capabilities there are kernels for.
         targets: String,
     },
     /// No kernel has this name.
@@ -105,8 +105,12 @@ impl Registry {
     pub fn new(capability: ComputeCapability) -> Result<Self, SelectError> {
         let targets: Vec<_> = TARGETS.iter().filter(|target| target.runs_on(capability)).collect();
         if targets.is_empty() {
-            let names: Vec<_> = TARGETS.iter().map(|target| target.name).collect();
-            return Err(SelectError::UnsupportedDevice { capability, targets: names.join(", ") });
+            let takes = |target: &Target| match target.exact {
+                true => target.capability.to_string(),
+                false => format!("{} and later", target.capability),
+            };
+            let targets: Vec<_> = TARGETS.iter().map(takes).collect();
+            return Err(SelectError::UnsupportedDevice { capability, targets: targets.join(", ") });
         }
         Ok(Registry { capability, targets })
     }

@@ -1,4 +1,4 @@
-"""Kernels that move data: embedding, row gather, block copies, swap, and the input of a step.
+"""Kernels that move data: embedding, row gather, block copies, swap, ids sampled a step before.
 
 Apart from the embedding, rows and blocks are moved as 32-bit words whatever their type, so one
 variant serves all types; their sizes are multiples of 64 bytes. Offsets into the cache are 64 bits.
@@ -6,9 +6,6 @@ variant serves all types; their sizes are multiples of 64 bytes. Offsets into th
 
 import triton
 import triton.language as tl
-
-# A token id that stands for "what this sequence sampled last", still on the device.
-LAST_SAMPLED = tl.constexpr(-1)
 
 
 @triton.jit
@@ -88,44 +85,14 @@ def swap_in(cache, staging, blocks, num_blocks, block_words, BLOCK: tl.constexpr
 
 
 @triton.jit
-def prepare_inputs(token_ids, positions, slot_mapping, seq_lens, query_start_loc, entries,
-                   num_computed, last_tokens, block_tables, table_stride, block_shift,
-                   BLOCK: tl.constexpr):
-    """Fills a step's arrays from the persistent table. Grid (S, cdiv(longest query, BLOCK))."""
-    i_seq = tl.program_id(0)
-    entry = tl.load(entries + i_seq)
-    query_start = tl.load(query_start_loc + i_seq)
-    query_len = tl.load(query_start_loc + i_seq + 1) - query_start
-    computed = tl.load(num_computed + entry)
+def patch_tokens(token_ids, sampled, places, rows, num_patches, BLOCK: tl.constexpr):
+    """token_ids[places[i]] = sampled[rows[i]]: ids of the step before, which the host has not seen.
 
-    o_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = o_row < query_len
-    o_token = query_start + o_row
-    b_position = computed + o_row
-    p_block = block_tables + entry.to(tl.int64) * table_stride + (b_position >> block_shift)
-    b_block = tl.load(p_block, mask=mask, other=-1).to(tl.int64)
-    b_slot = (b_block << block_shift) + (b_position & ((1 << block_shift) - 1))
-    tl.store(positions + o_token, b_position, mask=mask)
-    tl.store(slot_mapping + o_token, tl.where(b_block < 0, -1, b_slot), mask=mask)
-
-    b_id = tl.load(token_ids + o_token, mask=mask, other=0)
-    tl.store(token_ids + o_token, tl.load(last_tokens + entry), mask=mask & (b_id == LAST_SAMPLED))
-    if tl.program_id(1) == 0:
-        tl.store(seq_lens + i_seq, computed + query_len)
-
-
-@triton.jit
-def commit_step(num_computed, last_tokens, query_start_loc, entries, sampled, sample_rows, num_seqs,
-                BLOCK: tl.constexpr):
-    """Adds the step's tokens to num_computed and keeps sampled ids. Grid (cdiv(S, BLOCK))."""
-    o_seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = o_seq < num_seqs
-    b_entry = tl.load(entries + o_seq, mask=mask, other=0)
-    b_end = tl.load(query_start_loc + o_seq + 1, mask=mask, other=0)
-    b_start = tl.load(query_start_loc + o_seq, mask=mask, other=0)
-    b_computed = tl.load(num_computed + b_entry, mask=mask, other=0)
-    tl.store(num_computed + b_entry, b_computed + b_end - b_start, mask=mask)
-    b_row = tl.load(sample_rows + o_seq, mask=mask, other=-1)
-    m_sampled = mask & (b_row >= 0)
-    b_id = tl.load(sampled + b_row, mask=m_sampled, other=0)
-    tl.store(last_tokens + b_entry, b_id, mask=m_sampled)
+    Grid (cdiv(num_patches, BLOCK)); no place twice.
+    """
+    o_patch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_patch < num_patches
+    b_place = tl.load(places + o_patch, mask=mask, other=0)
+    b_row = tl.load(rows + o_patch, mask=mask, other=0)
+    b_id = tl.load(sampled + b_row, mask=mask, other=0)
+    tl.store(token_ids + b_place, b_id, mask=mask)

@@ -53,44 +53,14 @@ def test_swap_out_and_in() -> None:
     assert np.array_equal(got.array, want)
 
 
-def persistent_table() -> dict[str, np.ndarray]:
-    """Four sequences' entries; blocks 0 to 3 of 16 tokens, the last sequence's first one freed."""
-    return {
-        "num_computed": np.array([0, 17, 40, 33], np.int32),
-        "last_tokens": np.array([11, 12, 13, 14], np.int32),
-        "block_tables": np.array([[5, -1, -1, -1], [9, 2, -1, -1], [1, 7, 8, 4], [-1, 3, 6, -1]],
-                                 np.int32),
-    }
-
-
-def test_prepare_inputs() -> None:
-    table = persistent_table()
-    step = {
-        "entries": np.array([2, 0, 3], np.int32),
-        "query_start_loc": np.array([0, 1, 12, 30], np.int32),
-        "token_ids": np.arange(100, 130, dtype=np.int32),
-    }
-    step["token_ids"][[0, 12]] = naive.LAST_SAMPLED
-    want = naive.prepare_inputs(step, table, 16)
-    token_ids = Tensor(step["token_ids"])
-    positions, slots = Tensor(np.zeros(30, np.int32)), Tensor(np.full(30, 99, np.int64))
-    seq_lens = Tensor(np.zeros(3, np.int32))
-    kernels.prepare_inputs[(3, 3)](
-        token_ids, positions, slots, seq_lens, Tensor(step["query_start_loc"]),
-        Tensor(step["entries"]), *map(Tensor, table.values()), 4, 4, BLOCK=8)
-    got = {"token_ids": token_ids, "positions": positions, "slot_mapping": slots,
-           "seq_lens": seq_lens}
-    for name, values in want.items():
-        assert np.array_equal(got[name].array, values), name
-    assert got["slot_mapping"].array[-1] == -1  # position 50 lies in a block that is not there
-
-
-def test_commit_step() -> None:
-    table = persistent_table()
-    computed, last = Tensor(table["num_computed"]), Tensor(table["last_tokens"])
-    kernels.commit_step[(2,)](
-        computed, last, Tensor(np.array([0, 1, 12, 30], np.int32)),
-        Tensor(np.array([2, 0, 3], np.int32)), Tensor(np.array([77, 88], np.int32)),
-        Tensor(np.array([1, -1, 0], np.int32)), 3, BLOCK=2)
-    assert computed.array.tolist() == [11, 17, 41, 51]
-    assert last.array.tolist() == [11, 12, 88, 77]
+@pytest.mark.parametrize("num_patches", [1, 7, 8, 19])
+def test_patch_tokens(num_patches: int) -> None:
+    ids, sampled = words(30), words(9)
+    # Longer than num_patches, as reused arrays are; a row may be taken twice, a place may not.
+    places = RNG.permutation(30)[:20].astype(np.int32)
+    rows = RNG.integers(0, 9, 20, np.int32)
+    got = Tensor(ids)
+    kernels.patch_tokens[(-(-num_patches // 8),)](
+        got, Tensor(sampled), Tensor(places), Tensor(rows), num_patches, BLOCK=8)
+    want = naive.patch_tokens(ids, sampled, places[:num_patches], rows[:num_patches])
+    assert np.array_equal(got.array, want)

@@ -65,45 +65,64 @@ def add_rms_norm(out, residual, delta, weight, eps, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rotated(
-    head,
-    weight,
-    has_norm,
-    eps,
-    cos,
-    sin,
-    rot_dim,
-    interleaved,
-    head_dim,
-    BLOCK_D: tl.constexpr,
-):
-    """A head, normalised where asked and rotated by the angles at `cos` and `sin`. [BLOCK_D] f32.
+def _halves(o_d, half):
+    """Pairs (i, i + half): whether an element is the first of its pair, its angle, its partner."""
+    is_first = o_d < half
+    o_angle = tl.where(is_first, o_d, o_d - half)
+    return is_first, o_angle, tl.where(is_first, o_d + half, o_d - half)
+
+
+@triton.jit
+def _turned(head, weight, has_norm, eps, cos, sin, half, is_first, o_angle, o_partner, head_dim,
+            BLOCK_D: tl.constexpr):
+    """A head, normalised where asked, its 2 half first elements turned. [BLOCK_D] f32.
+
+    cos, sin: [half] of the position.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    is_rotated = o_d < 2 * half
+    b_x = tl.load(head + o_d, mask=o_d < head_dim, other=0.0)
+    b_partner = tl.load(head + o_partner, mask=is_rotated, other=0.0)
+    # Here, not below the branch: the compiler merges what follows it for both callers, and would
+    # load single words for both.
+    b_cos = tl.load(cos + o_angle, mask=is_rotated, other=1.0)
+    b_sin = tl.load(sin + o_angle, mask=is_rotated, other=0.0)
+    if has_norm != 0:
+        factor = _rms_factor(b_x * b_x, head_dim, eps)
+        b_x = b_x * factor * tl.load(weight + o_d, mask=o_d < head_dim, other=0.0)
+        b_partner = b_partner * factor * tl.load(weight + o_partner, mask=is_rotated, other=0.0)
+    b_turn = b_partner * b_sin
+    b_y = tl.where(is_first, b_x * b_cos - b_turn, b_x * b_cos + b_turn)
+    return tl.where(is_rotated, b_y, b_x)
+
+
+@triton.jit
+def _rotated(head, weight, has_norm, eps, cos, sin, position, rot_dim, interleaved, head_dim,
+             BLOCK_D: tl.constexpr):
+    """A head, normalised where asked and rotated by the angles of its position. [BLOCK_D] f32.
 
     Pairs are (i, i + rot_dim / 2), or (2i, 2i + 1) where interleaved; the first of a pair becomes
     x cos - y sin, the second y cos + x sin.
     """
     o_d = tl.arange(0, BLOCK_D)
     half = rot_dim // 2
-    if interleaved != 0:
-        is_first = o_d % 2 == 0
-        o_angle = o_d // 2
-        o_partner = o_d ^ 1
+    if (interleaved == 0) & (half % 4 == 0):
+        # The same number, but one that the compiler knows to be a multiple of 4: partners and
+        # angles of four neighbours are neighbours, and loads are vectors.
+        half = half // 4 * 4
+        is_first, o_angle, o_partner = _halves(o_d, half)
+        b_y = _turned(head, weight, has_norm, eps, cos + position * half, sin + position * half,
+                      half, is_first, o_angle, o_partner, head_dim, BLOCK_D)
     else:
-        is_first = o_d < half
-        o_angle = tl.where(is_first, o_d, o_d - half)
-        o_partner = tl.where(is_first, o_d + half, o_d - half)
-    is_rotated = o_d < rot_dim
-    b_x = tl.load(head + o_d, mask=o_d < head_dim, other=0.0)
-    b_partner = tl.load(head + o_partner, mask=is_rotated, other=0.0)
-    if has_norm != 0:
-        factor = _rms_factor(b_x * b_x, head_dim, eps)
-        b_x = b_x * factor * tl.load(weight + o_d, mask=o_d < head_dim, other=0.0)
-        b_partner = b_partner * factor * tl.load(weight + o_partner, mask=is_rotated, other=0.0)
-    b_cos = tl.load(cos + o_angle, mask=is_rotated, other=1.0)
-    b_sin = tl.load(sin + o_angle, mask=is_rotated, other=0.0)
-    b_turn = b_partner * b_sin
-    b_y = tl.where(is_first, b_x * b_cos - b_turn, b_x * b_cos + b_turn)
-    return tl.where(is_rotated, b_y, b_x)
+        if interleaved != 0:
+            is_first = o_d % 2 == 0
+            o_angle = o_d // 2
+            o_partner = o_d ^ 1
+        else:
+            is_first, o_angle, o_partner = _halves(o_d, half)
+        b_y = _turned(head, weight, has_norm, eps, cos + position * half, sin + position * half,
+                      half, is_first, o_angle, o_partner, head_dim, BLOCK_D)
+    return b_y
 
 
 @triton.jit
@@ -141,9 +160,9 @@ def qk_norm_rope_write_kv(
     o_d = tl.arange(0, BLOCK_D)
     is_element = o_d < head_dim
     head = qkv + (i_t * tl.num_programs(1) + i_h) * head_dim
-    angle = tl.load(positions + i_t).to(tl.int64) * (rot_dim // 2)
+    position = tl.load(positions + i_t).to(tl.int64)
     if i_h < num_q_heads:
-        b_q = _rotated(head, q_norm, has_norm, eps, cos + angle, sin + angle, rot_dim,
+        b_q = _rotated(head, q_norm, has_norm, eps, cos, sin, position, rot_dim,
                        interleaved, head_dim, BLOCK_D)
         p_q = q_out + (i_t * num_q_heads + i_h) * head_dim + o_d
         tl.store(p_q, b_q.to(q_out.dtype.element_ty), mask=is_element)
@@ -156,7 +175,7 @@ def qk_norm_rope_write_kv(
             offset = slot & (block_size - 1)
             p_kv = ((block * 2 * num_kv_heads + i_side_head) * block_size + offset) * head_dim
             if i_side_head < num_kv_heads:
-                b_kv = _rotated(head, k_norm, has_norm, eps, cos + angle, sin + angle, rot_dim,
+                b_kv = _rotated(head, k_norm, has_norm, eps, cos, sin, position, rot_dim,
                                 interleaved, head_dim, BLOCK_D)
             else:
                 b_kv = tl.load(head + o_d, mask=is_element, other=0.0)

@@ -88,7 +88,8 @@ class Case:
         assert_close(cache, want, self.dtype)
 
 
-@pytest.mark.parametrize("head_dim, rot_dim", [(16, 16), (64, 64), (80, 32), (128, 64), (256, 256)])
+@pytest.mark.parametrize("head_dim, rot_dim", [
+    (16, 16), (64, 64), (80, 20), (80, 32), (128, 64), (256, 256)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_and_cache_write(head_dim: int, rot_dim: int, interleaved: bool,

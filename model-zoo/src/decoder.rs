@@ -10,12 +10,13 @@
 //! ```
 
 use crate::loader::ModelError;
-use crate::source::WeightSource;
+use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
 use crate::weights::{self, layer_weight};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
 use quire_engine::ops::{
-    AttentionArgs, Backend, MatrixLayout, ModelPart, QkvArgs, Rope, TensorKind,
+    AttentionArgs, Backend, DType, MatrixLayout, ModelPart, QkvArgs, ReadError, Rope, TensorKind,
+    WeightRows,
 };
 use std::ops::Range;
 
@@ -245,16 +246,8 @@ impl<B: Backend> Parts for Loader<'_, B> {
         let shapes: Vec<&[usize]> =
             names.iter().map(|n| self.source.shape(n).expect("weights are checked")).collect();
         let (n, k) = (shapes.iter().map(|s| s[0]).sum(), shapes[0][1]);
-        let source = self.source;
-        let read = |mut row: usize, out: &mut [f32]| {
-            let mut part = 0;
-            while row >= shapes[part][0] {
-                row -= shapes[part][0];
-                part += 1;
-            }
-            source.read_row(&names[part], row, out).map_err(Into::into)
-        };
-        let matrix = self.backend.matrix(layout, n, k, &read)?;
+        let rows = StackedRows { source: self.source, names, shapes: &shapes };
+        let matrix = self.backend.matrix(layout, n, k, &rows)?;
         self.advance(n * k);
         Ok(matrix)
     }
@@ -289,6 +282,44 @@ impl<B: Backend> Parts for Loader<'_, B> {
         kind: TensorKind,
     ) -> Result<B::Tensor, ModelError> {
         Ok(self.backend.tensor(rows, cols, kind)?)
+    }
+}
+
+/// The rows of several matrices, one after the other.
+struct StackedRows<'a> {
+    source: &'a dyn WeightSource,
+    names: &'a [String],
+    shapes: &'a [&'a [usize]],
+}
+
+impl StackedRows<'_> {
+    /// The matrix that has a row, and which of its rows that is.
+    fn part(&self, mut row: usize) -> (&str, usize) {
+        let mut part = 0;
+        while row >= self.shapes[part][0] {
+            row -= self.shapes[part][0];
+            part += 1;
+        }
+        (&self.names[part], row)
+    }
+}
+
+impl WeightRows for StackedRows<'_> {
+    fn read(&self, row: usize, out: &mut [f32]) -> Result<(), ReadError> {
+        let (name, row) = self.part(row);
+        Ok(self.source.read_row(name, row, out)?)
+    }
+
+    fn stored(&self, row: usize) -> Option<(DType, &[u8])> {
+        let (name, row) = self.part(row);
+        let dtype = match self.source.dtype(name)? {
+            SourceDtype::F32 => DType::F32,
+            SourceDtype::Bf16 => DType::Bf16,
+            _ => return None,
+        };
+        // Files are little endian.
+        let bytes = self.source.stored_row(name, row).filter(|_| cfg!(target_endian = "little"));
+        Some((dtype, bytes?))
     }
 }
 

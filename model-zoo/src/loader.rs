@@ -10,19 +10,24 @@ use crate::safetensors::SafetensorsSource;
 use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
 use crate::weights::EMBED_TOKENS;
-use quire_engine::backend::{CpuBackend, CpuBuffers, ReferenceBackend, ReferenceBuffers};
+use quire_engine::backend::{
+    CpuBackend, CpuBuffers, CudaOptions, ReferenceBackend, ReferenceBuffers,
+};
 use quire_engine::config::{ConfigError, ResolvedConfig};
 use quire_engine::engine::TextConfig;
 use quire_engine::memory::SystemMemory;
 use quire_engine::model::ModelInfo;
 use quire_engine::ops::{Backend, BackendError};
-use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::runner::{Executor, ModelRunner, RunnerSizes};
 use quire_engine::text::chat::{
     ChatError, ChatTemplateOptions, FoundTemplate, TemplateFiles, find_template,
 };
 use quire_engine::text::{TextError, Tokenizer};
 use quire_engine::{DType, Engine, EngineConfig};
 use std::path::Path;
+
+#[cfg_attr(not(feature = "cuda"), path = "loader/no_cuda.rs")]
+pub(crate) mod cuda;
 
 pub use quire_engine::backend::Isa;
 
@@ -47,6 +52,19 @@ pub enum ModelError {
     /// The files that may hold a chat template are malformed.
     #[error(transparent)]
     Chat(#[from] ChatError),
+    /// The backend is not part of this build.
+    #[error("this build has no CUDA backend; build it with the feature `cuda`, or take the CPU")]
+    NoCuda,
+    /// There is no room in host memory for swapped-out blocks.
+    #[error(
+        "the swap space of {bytes} bytes exceeds the {available} bytes of host memory there are"
+    )]
+    NoSwapSpace {
+        /// What was asked for.
+        bytes: usize,
+        /// What there is.
+        available: usize,
+    },
     /// The model has a part no op computes yet.
     #[error("{architecture} with {part} is not supported")]
     Unsupported {
@@ -65,6 +83,8 @@ pub enum BackendKind {
     /// SIMD kernels and worker threads.
     #[default]
     Cpu,
+    /// An NVIDIA device.
+    Cuda,
 }
 
 /// How to run a model.
@@ -78,6 +98,8 @@ pub struct LoadOptions {
     pub isa: Option<Isa>,
     /// Threads of the CPU backend; default: the cores this process may use.
     pub threads: Option<usize>,
+    /// How the CUDA backend is set up.
+    pub cuda: CudaOptions,
     /// Sizes and limits.
     pub engine: EngineConfig,
 }
@@ -187,6 +209,7 @@ impl ModelFiles {
             BackendKind::Cpu => {
                 DecoderMemory::new(&self.spec, CpuBuffers::new(dtype, options.threads))
             }
+            BackendKind::Cuda => cuda::memory(&self.spec, dtype, options.cuda),
         }
     }
 
@@ -200,6 +223,14 @@ impl ModelFiles {
     /// A limit does not fit the model or the memory of this machine.
     pub fn plan(&self, options: &LoadOptions) -> Result<ResolvedConfig, ModelError> {
         let memory = SystemMemory::read().unwrap_or(UNKNOWN_MEMORY);
+        if options.backend == BackendKind::Cuda {
+            let bytes = options.engine.swap_bytes;
+            if bytes > memory.available {
+                return Err(ModelError::NoSwapSpace { bytes, available: memory.available });
+            }
+            let (config, memory) = cuda::plan(&self.spec, self.dtype(options), options)?;
+            return Ok(config.resolve(&self.memory(options), memory)?);
+        }
         Ok(options.engine.resolve(&self.memory(options), memory)?)
     }
 
@@ -234,6 +265,7 @@ impl ModelFiles {
                 let backend = CpuBackend::new(dtype, options.isa, options.threads)?;
                 self.executor(backend, &config, progress)?
             }
+            BackendKind::Cuda => cuda::executor(self, (dtype, options.cuda), &config, progress)?,
         };
         Ok(Engine::new(executor, self.text.clone(), config, options.engine.seed))
     }
@@ -253,7 +285,15 @@ impl ModelFiles {
             Decoder::load(&self.spec, self.source.as_ref(), &mut backend, &limits, progress)?;
         let dtype = backend.info().dtype;
         let layout = self.info().kv_layout(sizes.num_blocks, sizes.block_size, dtype);
-        Ok(Box::new(ModelRunner::new(backend, model, layout, sizes.num_swap_blocks)?))
+        let sizes = RunnerSizes {
+            layout,
+            num_swap_blocks: sizes.num_swap_blocks,
+            max_tokens: sizes.max_num_batched_tokens,
+            max_seqs: sizes.max_num_seqs,
+            max_positions: sizes.max_model_len,
+            max_logprobs: config.max_logprobs as usize,
+        };
+        Ok(Box::new(ModelRunner::new(backend, model, sizes)?))
     }
 }
 

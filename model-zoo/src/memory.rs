@@ -7,7 +7,7 @@ use crate::weights::{ExpectedWeight, expected_weights};
 use quire_engine::DType;
 use quire_engine::memory::{BufferSizes, FixedBytes, ModelMemory};
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{MatrixLayout, TensorKind};
+use quire_engine::ops::{MatrixLayout, StepLimits, TensorKind};
 use std::collections::HashMap;
 
 /// A decoder and the sizes of a backend's buffers.
@@ -33,21 +33,27 @@ impl ModelMemory for DecoderMemory<'_> {
         self.buffers.dtype()
     }
 
-    fn fixed_bytes(&self, max_tokens: usize, max_positions: usize) -> Option<FixedBytes> {
+    fn fixed_bytes(&self, limits: &StepLimits) -> Option<FixedBytes> {
         let mut counter = Counter::new(self.spec, self.buffers.as_ref());
         let counts = "a count cannot fail";
         decoder::parameters(&mut counter, self.spec).expect(counts);
-        decoder::rope(&mut counter, self.spec, max_positions).expect(counts);
-        decoder::workspace(&mut counter, self.spec, max_tokens).expect(counts);
+        decoder::rope(&mut counter, self.spec, limits.max_positions).expect(counts);
+        decoder::workspace(&mut counter, self.spec, limits.max_tokens).expect(counts);
+        let layout = self.info.kv_layout(1, limits.block_size, self.dtype());
+        add(&mut counter.tensors, self.buffers.step_bytes(limits, &layout));
         let workspace = counter.tensors.replace(0)?;
-        decoder::head_workspace(&mut counter, self.spec, max_tokens).expect(counts);
+        decoder::head_workspace(&mut counter, self.spec, limits.max_tokens).expect(counts);
         Some(FixedBytes {
             weights: counter.matrices?,
             workspace,
             logits: counter.tensors?,
-            sampling: self.buffers.sampling_bytes(self.spec.vocab_size)?,
+            sampling: self.buffers.sampling_bytes(limits)?,
             other: counter.vectors?,
         })
+    }
+
+    fn swap_is_apart(&self) -> bool {
+        self.buffers.swap_is_apart()
     }
 
     fn block_bytes(&self, block_size: usize) -> Option<usize> {
@@ -257,7 +263,17 @@ mod tests {
         let spec = read_config(&golden_folder("llama-gqa")).unwrap().spec;
         let (hidden, vocab) = (spec.hidden_size, spec.vocab_size);
         let memory = DecoderMemory::new(&spec, CpuBuffers::new(DType::Bf16, Some(3)));
-        let bytes = memory.fixed_bytes(100, 10).unwrap();
+        let limits = |max_tokens, max_positions| StepLimits {
+            max_tokens,
+            max_seqs: 1,
+            max_positions,
+            max_logprobs: 20,
+            block_size: 16,
+            swap: false,
+            vocab_size: vocab,
+            num_heads: spec.num_heads,
+        };
+        let bytes = memory.fixed_bytes(&limits(100, 10)).unwrap();
         let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
         let f32_cols = hidden + q + 2 * kv;
         let bf16_cols = hidden + 2 * q + spec.intermediate_size;
@@ -265,15 +281,15 @@ mod tests {
         assert_eq!(bytes.logits, 64 * (4 * hidden + 2 * hidden + 4 * vocab));
         assert_eq!(bytes.sampling, 3 * (6 * 4 * vocab + 8 * 2048));
         // Fewer rows than a slice of logits has.
-        assert_eq!(memory.fixed_bytes(5, 10).unwrap().logits, 5 * bytes.logits / 64);
-        let longer = memory.fixed_bytes(100, 11).unwrap();
+        assert_eq!(memory.fixed_bytes(&limits(5, 10)).unwrap().logits, 5 * bytes.logits / 64);
+        let longer = memory.fixed_bytes(&limits(100, 11)).unwrap();
         assert_eq!(longer.other - bytes.other, 2 * 4 * spec.rope.rot_dim / 2);
         let block = 2 * 16 * spec.num_layers * kv;
         assert_eq!(memory.block_bytes(16), Some(2 * block));
         // The reference keeps every value as an f32.
         let reference = DecoderMemory::new(&spec, ReferenceBuffers::new(DType::Bf16));
         assert_eq!(reference.block_bytes(16), Some(4 * block));
-        assert_eq!(memory.fixed_bytes(usize::MAX, 10), None);
-        assert_eq!(memory.fixed_bytes(100, usize::MAX), None);
+        assert_eq!(memory.fixed_bytes(&limits(usize::MAX, 10)), None);
+        assert_eq!(memory.fixed_bytes(&limits(100, usize::MAX)), None);
     }
 }

@@ -157,6 +157,13 @@ impl WeightSource for SafetensorsSource {
         Ok(())
     }
 
+    fn stored_row(&self, name: &str, row: usize) -> Option<&[u8]> {
+        let Entry { shard, tensor } = self.tensors.get(name)?;
+        let cols = *tensor.shape.last()?;
+        let bytes = row_bytes(&tensor.shape, tensor.dtype, row, cols).ok()?;
+        self.shards[*shard].data[tensor.data.clone()].get(bytes)
+    }
+
     fn location(&self, name: &str) -> String {
         let path = match self.tensors.get(name) {
             Some(entry) => &self.shards[entry.shard].path,

@@ -124,6 +124,12 @@ pub trait WeightSource: Send + Sync {
     /// is not one row long.
     fn read_row(&self, name: &str, row: usize, out: &mut [f32]) -> Result<(), LoadError>;
 
+    /// The bytes of a row of plain floats, little endian; `None` where it is stored in another
+    /// form, or there is no such row.
+    fn stored_row(&self, _name: &str, _row: usize) -> Option<&[u8]> {
+        None
+    }
+
     /// The file that holds a tensor, or the model's path if there is no such tensor; for messages.
     fn location(&self, name: &str) -> String;
 }

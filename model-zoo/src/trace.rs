@@ -5,13 +5,14 @@
 //! the first op over its bound is the place to look.
 
 use crate::decoder::{Decoder, DecoderLimits};
+use crate::loader::cuda;
 use crate::loader::{BackendKind, ModelError, ModelFiles};
 use quire_engine::DType;
-use quire_engine::backend::{CpuBackend, Isa, ReferenceBackend};
+use quire_engine::backend::{CpuBackend, CudaOptions, Isa, ReferenceBackend};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model};
 use quire_engine::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, ForwardInput, KvLayout, MatrixLayout,
-    ModelPart, QkvArgs, RowReader, TensorKind,
+    ModelPart, QkvArgs, StepLimits, TensorKind, WeightRows,
 };
 use quire_engine::sampling::{SampleOutput, SamplingBatch};
 use serde::Serialize;
@@ -25,7 +26,7 @@ pub const BF16_BOUND: f64 = 5e-2;
 
 /// What one op wrote.
 #[derive(Clone, Debug)]
-struct OpOutput {
+pub(crate) struct OpOutput {
     part: ModelPart,
     op: &'static str,
     values: Vec<f32>,
@@ -36,18 +37,21 @@ struct Traced<B> {
     inner: B,
     part: ModelPart,
     outputs: Vec<OpOutput>,
+    /// The first op whose output cannot be read.
+    failure: Option<BackendError>,
 }
 
 impl<B: Backend> Traced<B> {
     fn new(inner: B) -> Self {
-        Traced { inner, part: ModelPart::Embedding, outputs: Vec::new() }
+        Traced { inner, part: ModelPart::Embedding, outputs: Vec::new(), failure: None }
     }
 
     fn keep(&mut self, op: &'static str, x: &B::Tensor) {
         let mut values = Vec::new();
         for row in 0..self.inner.num_rows(x) {
-            // What cannot be read is missing from the trace, which the comparison notices.
-            let _ = self.inner.read_row(x, row, &mut values);
+            if let Err(error) = self.inner.read_row(x, row, &mut values) {
+                self.failure.get_or_insert(error);
+            }
         }
         self.outputs.push(OpOutput { part: self.part, op, values });
     }
@@ -69,9 +73,9 @@ impl<B: Backend> Backend for Traced<B> {
         layout: MatrixLayout,
         n: usize,
         k: usize,
-        read_row: &RowReader<'_>,
+        rows: &dyn WeightRows,
     ) -> Result<B::Matrix, BackendError> {
-        self.inner.matrix(layout, n, k, read_row)
+        self.inner.matrix(layout, n, k, rows)
     }
 
     fn vector(&mut self, data: &[f32]) -> Result<B::Vector, BackendError> {
@@ -99,6 +103,10 @@ impl<B: Backend> Backend for Traced<B> {
         self.inner.host_cache(layout, num_blocks)
     }
 
+    fn reserve(&mut self, limits: &StepLimits) -> Result<(), BackendError> {
+        self.inner.reserve(limits)
+    }
+
     fn copy_blocks(
         &mut self,
         kv: &mut B::KvCache,
@@ -119,7 +127,7 @@ impl<B: Backend> Backend for Traced<B> {
     fn swap_in(
         &mut self,
         kv: &mut B::KvCache,
-        host: &B::HostCache,
+        host: &mut B::HostCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), BackendError> {
         self.inner.swap_in(kv, host, pairs)
@@ -214,8 +222,28 @@ impl<B: Backend> Backend for Traced<B> {
         self.inner.sample(logits, batch, rows)
     }
 
+    fn synchronize(&mut self) -> Result<(), BackendError> {
+        self.inner.synchronize()
+    }
+
+    fn wants_retry(&mut self) -> bool {
+        self.inner.wants_retry()
+    }
+
+    fn end_step(&mut self) -> Result<(), BackendError> {
+        self.inner.end_step()
+    }
+
+    fn runs_ahead(&self) -> bool {
+        self.inner.runs_ahead()
+    }
+
     fn read_samples(&mut self, out: &mut Vec<SampleOutput>) -> Result<(), BackendError> {
         self.inner.read_samples(out)
+    }
+
+    fn abandon_steps(&mut self) {
+        self.inner.abandon_steps();
     }
 
     fn num_rows(&self, x: &B::Tensor) -> usize {
@@ -272,6 +300,8 @@ pub struct Side {
     pub isa: Option<Isa>,
     /// Threads of the CPU backend.
     pub threads: Option<usize>,
+    /// How the CUDA backend is set up.
+    pub cuda: CudaOptions,
 }
 
 /// Computes `tokens` as one step on both sides and compares op by op; `reference` is the measure.
@@ -324,10 +354,12 @@ fn outputs(
     match side.backend {
         BackendKind::Reference => run(files, ReferenceBackend::new(dtype), tokens),
         BackendKind::Cpu => run(files, CpuBackend::new(dtype, side.isa, side.threads)?, tokens),
+        BackendKind::Cuda => cuda::trace(files, (dtype, side.cuda), tokens),
     }
 }
 
-fn run<B: Backend>(
+/// Computes `tokens` as one step.
+pub(crate) fn run<B: Backend>(
     files: &ModelFiles,
     backend: B,
     tokens: &[u32],
@@ -351,11 +383,22 @@ fn run<B: Backend>(
         block_table: (0..num_blocks as i32).collect(),
         max_blocks: num_blocks,
         logits_indices: logits.clone().collect(),
+        placeholders: Vec::new(),
     };
+    backend.reserve(&StepLimits {
+        max_tokens: tokens.len(),
+        max_seqs: 1,
+        max_positions: tokens.len(),
+        max_logprobs: 0,
+        block_size: BLOCK_SIZE,
+        swap: false,
+        vocab_size: files.info().vocab_size,
+        num_heads: files.info().num_heads,
+    })?;
     backend.begin_step(&input)?;
     model.forward(&mut backend, &mut kv);
     model.logits(&mut backend, 0..logits.len());
-    Ok(backend.outputs)
+    backend.failure.map_or(Ok(backend.outputs), |error| Err(error.into()))
 }
 
 #[cfg(test)]

@@ -260,6 +260,10 @@ pub struct VerifyReport {
     pub passed: bool,
     /// Steps the engine took for all sequences.
     pub num_steps: u64,
+    /// Times that a sequence was preempted, its blocks to be computed anew.
+    pub num_preempted_recompute: u64,
+    /// Times that a sequence was preempted, its blocks copied to the host.
+    pub num_preempted_swap: u64,
     /// In the order of the file.
     pub sequences: Vec<SequenceReport>,
 }
@@ -281,7 +285,7 @@ pub fn verify(engine: &mut Engine, golden: &Golden) -> Result<VerifyReport, Veri
     {
         return Err(VerifyError::NoBf16 { sequence });
     }
-    let first_step = engine.stats().num_steps;
+    let before = engine.stats();
     let runs = run(engine, &golden.sequences)?;
     let report = |(golden, runs): (&GoldenSequence, Runs)| {
         let mut report = compare(golden, &runs, backend.dtype, model);
@@ -289,9 +293,12 @@ pub fn verify(engine: &mut Engine, golden: &Golden) -> Result<VerifyReport, Veri
         report
     };
     let sequences: Vec<SequenceReport> = golden.sequences.iter().zip(runs).map(report).collect();
+    let stats = engine.stats().since(&before);
     Ok(VerifyReport {
         passed: sequences.iter().all(|s| s.passed),
-        num_steps: engine.stats().num_steps - first_step,
+        num_steps: stats.num_steps,
+        num_preempted_recompute: stats.scheduler.num_preempted_recompute,
+        num_preempted_swap: stats.scheduler.num_preempted_swap,
         sequences,
     })
 }

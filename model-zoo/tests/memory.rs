@@ -5,7 +5,7 @@
 use quire_engine::backend::{CpuBackend, CpuBuffers};
 use quire_engine::memory::SystemMemory;
 use quire_engine::ops::ForwardInput;
-use quire_engine::runner::{Executor, ExecutorOutput, ModelRunner};
+use quire_engine::runner::{Executor, ExecutorOutput, ModelRunner, RunnerSizes, Step};
 use quire_engine::sampling::{SamplingBatch, SamplingRow};
 use quire_engine::{DType, EngineConfig};
 use quire_model_zoo::ModelFiles;
@@ -108,14 +108,23 @@ fn a_process_takes_what_the_plan_says() {
     let limits = DecoderLimits { max_tokens: TOKENS, max_positions: sizes.max_model_len };
     let model = Decoder::load(&spec, &source, &mut backend, &limits, &mut |_| ()).unwrap();
     let layout = model_info(&spec).kv_layout(sizes.num_blocks, sizes.block_size, DType::Bf16);
-    let mut runner = ModelRunner::new(backend, model, layout, sizes.num_swap_blocks).unwrap();
+    let room = RunnerSizes {
+        layout,
+        num_swap_blocks: sizes.num_swap_blocks,
+        max_tokens: TOKENS,
+        max_seqs: sizes.max_num_seqs,
+        max_positions: sizes.max_model_len,
+        max_logprobs: 20,
+    };
+    let mut runner = ModelRunner::new(backend, model, room).unwrap();
     // Memory is taken when it is first written.
     let (_, kv, host) = runner.parts_mut();
     kv.fill(0);
     host.fill(0);
     let (input, batch) = step(sizes.block_size);
     let mut out = ExecutorOutput::default();
-    runner.execute(&input, &batch, &[false; TOKENS], &mut out).unwrap();
+    let step = Step { input: &input, sampling: &batch, capture: &[false; TOKENS] };
+    runner.execute(step, &mut out).unwrap();
     assert_eq!(out.samples.len(), TOKENS);
     let taken = anonymous_bytes() - before;
 

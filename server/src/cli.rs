@@ -1,20 +1,20 @@
 //! The command line, with vLLM's names where the meaning is the same.
 
+mod model;
 pub mod scheduling;
 
 use crate::bench::args::BenchArgs;
-use crate::size::parse_size;
+use crate::device::DeviceFlag;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use quire_engine::SamplingParams;
 use quire_engine::sampling::{EarlyStopping, NumLogprobs};
-use quire_engine::{DType, EngineConfig, SamplingParams};
-use quire_model_zoo::loader::Isa;
-use quire_model_zoo::{BackendKind, LoadOptions};
-use scheduling::Scheduling;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-/// LLM inference on the CPU.
+pub use model::{ModelArgs, Setup};
+
+/// LLM inference on CPUs and NVIDIA devices.
 #[derive(Parser)]
 #[command(name = "quire", version)]
 pub struct Cli {
@@ -36,163 +36,6 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Measure how fast a model runs here
     Bench(BenchArgs),
-}
-
-/// A model and how to run it.
-#[derive(Args)]
-pub struct ModelArgs {
-    /// Hugging Face folder or GGUF file
-    pub model: PathBuf,
-    #[command(flatten)]
-    engine: EngineArgs,
-    #[command(flatten)]
-    scheduling: Scheduling,
-}
-
-#[derive(Args)]
-#[command(next_help_heading = "Engine")]
-struct EngineArgs {
-    /// Most tokens of a request, prompt and output [default: what the model was made for]
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<usize>,
-    )]
-    max_model_len: Option<usize>,
-    /// Most requests in a step [default: 64]
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<usize>,
-    )]
-    max_num_seqs: Option<usize>,
-    /// Most tokens in a step [default: 512; verify: 64]
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<usize>,
-    )]
-    max_num_batched_tokens: Option<usize>,
-    /// Tokens of a KV block: 8, 16, 32, 64, 128 or 256 [default: 16]
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<usize>,
-    )]
-    block_size: Option<usize>,
-    /// Share of the memory, over 0 and up to 1, to fill: KV blocks take all that weights,
-    /// activations and whatever else runs here leave of it [default: see --kv-cache-memory]
-    #[arg(
-        long,
-        alias = "gpu-memory-utilization",
-        value_name = "SHARE",
-        allow_negative_numbers = true,
-        value_parser = parse_share,
-    )]
-    memory_utilization: Option<f32>,
-    /// Memory for KV blocks, such as 512M or 2GiB [default: what all requests in a step need, at
-    /// most a quarter of what weights and activations leave]
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
-    kv_cache_memory: Option<usize>,
-    /// Number of KV blocks, instead of --kv-cache-memory
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<usize>,
-        conflicts_with = "kv_cache_memory",
-    )]
-    num_blocks_override: Option<usize>,
-    /// Most log-probabilities a request may ask for at one position [default: 20]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_whole::<u32>)]
-    max_logprobs: Option<u32>,
-    /// Type of weights and KV: auto, f32 or bf16 [default: auto, f32 for f32 models, else bf16]
-    #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
-    dtype: Option<Dtype>,
-    /// Implementation of the operations
-    #[arg(long, alias = "device", default_value = "cpu", value_parser = backend_parser())]
-    backend: BackendKind,
-    /// Instruction set: portable, avx2, avx512, avx512bf16 or neon [default: the best there is]
-    #[arg(long)]
-    isa: Option<Isa>,
-    /// Worker threads [default: the cores this process may use]
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = |text: &str| parse_within::<usize>(1..=1024, text),
-    )]
-    threads: Option<usize>,
-    /// Seed of requests that bring none
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        value_parser = parse_whole::<u64>,
-        default_value_t = 0,
-    )]
-    seed: u64,
-}
-
-/// `None` stands for `auto`.
-#[derive(Clone, Copy)]
-struct Dtype(Option<DType>);
-
-fn parse_dtype(text: &str) -> Result<Dtype, String> {
-    if text == "auto" {
-        return Ok(Dtype(None));
-    }
-    let dtype = text.parse::<DType>();
-    dtype.map(|dtype| Dtype(Some(dtype))).map_err(|_| "must be auto, f32 or bf16".to_owned())
-}
-
-fn backend_parser() -> impl TypedValueParser<Value = BackendKind> {
-    PossibleValuesParser::new(["cpu", "reference"]).map(|name| match name.as_str() {
-        "reference" => BackendKind::Reference,
-        _ => BackendKind::Cpu,
-    })
-}
-
-impl ModelArgs {
-    /// The options that the flags and, where there are none, the engine's defaults make.
-    pub fn load_options(&self) -> LoadOptions {
-        let flags = &self.engine;
-        let default = EngineConfig::default();
-        let mut engine = EngineConfig {
-            max_num_seqs: flags.max_num_seqs.unwrap_or(default.max_num_seqs),
-            max_num_batched_tokens: flags.max_num_batched_tokens,
-            max_model_len: flags.max_model_len,
-            block_size: flags.block_size.unwrap_or(default.block_size),
-            memory_utilization: flags.memory_utilization,
-            kv_cache_bytes: flags.kv_cache_memory,
-            num_blocks: flags.num_blocks_override,
-            max_logprobs: flags.max_logprobs.unwrap_or(default.max_logprobs),
-            seed: flags.seed,
-            ..default
-        };
-        self.scheduling.apply(&mut engine);
-        LoadOptions {
-            backend: flags.backend,
-            dtype: flags.dtype.and_then(|dtype| dtype.0),
-            isa: flags.isa,
-            threads: flags.threads,
-            engine,
-        }
-    }
-
-    /// Whether the flags say how many tokens a step may have.
-    pub fn sets_batched_tokens(&self) -> bool {
-        self.engine.max_num_batched_tokens.is_some()
-    }
-
-    /// Whether the flags say how many requests a step may have.
-    pub fn sets_num_seqs(&self) -> bool {
-        self.engine.max_num_seqs.is_some()
-    }
 }
 
 /// Arguments of `generate`.
@@ -414,12 +257,6 @@ struct ResultArgs {
     no_detokenize: bool,
 }
 
-/// A share that is not nothing.
-fn parse_share(text: &str) -> Result<f32, String> {
-    let share = text.parse().ok().filter(|&x: &f32| x > 0.0 && x <= 1.0);
-    share.ok_or_else(|| "must be over 0 and at most 1".to_owned())
-}
-
 /// A whole number, whose range the message gives.
 pub fn parse_whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
     parse_from::<T>(0, text)
@@ -544,6 +381,9 @@ Columns, one row a recorded sequence:
              that differs
   decode     whether generating gives the logits, bit for bit, that reading the same tokens gives
 
+All sequences run together. With fewer --num-blocks-override than they need (and --max-model-len, so
+that one fits) some are preempted on the way; the last line says how many, and how.
+
 With --layers the model computes one sequence with two implementations, --against as the measure,
 and the table shows, op by op, norm of the difference over norm of the values. The first one over
 the bound, marked with !, is the place to look. The sequence is --tokens, else the longest recorded
@@ -563,14 +403,15 @@ pub struct VerifyArgs {
     /// Compare op by op with another implementation
     #[arg(long)]
     pub layers: bool,
-    /// What --layers compares with
+    /// What --layers compares with: cpu, cuda, cuda:N or reference
     #[arg(
         long,
+        value_name = "DEVICE",
         requires = "layers",
         default_value = "reference",
-        value_parser = backend_parser(),
+        value_parser = DeviceFlag::parse_one,
     )]
-    pub against: BackendKind,
+    pub against: DeviceFlag,
     /// Token ids for --layers, separated by commas
     #[arg(
         long,
@@ -591,6 +432,9 @@ pub struct VerifyArgs {
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use quire_engine::{DType, EngineConfig};
+    use quire_model_zoo::BackendKind;
+    use quire_model_zoo::loader::Isa;
 
     #[test]
     fn the_command_line_is_consistent() {
@@ -599,12 +443,12 @@ mod tests {
 
     #[test]
     fn flags_reach_engine_and_sampler() {
-        let line = "quire generate m --prompt a --prompt b --device reference --dtype bf16 \
+        let line = "quire generate m --prompt a --prompt b --device cpu --dtype bf16 \
                     --kv-cache-memory 1M --gpu-memory-utilization 0.5 --swap-space 3M --isa portable --top-k -1 --stop x --stop y --ignore-eos";
         let cli = Cli::try_parse_from(line.split_whitespace()).unwrap();
         let Command::Generate(args) = cli.command else { panic!("generate") };
-        let options = args.model.load_options();
-        assert_eq!(options.backend, BackendKind::Reference);
+        let options = args.model.setup().unwrap().options;
+        assert_eq!(options.backend, BackendKind::Cpu);
         assert_eq!(options.dtype, Some(DType::Bf16));
         assert_eq!(options.isa, Some(Isa::Portable));
         assert_eq!(options.engine.kv_cache_bytes, Some(1 << 20));
@@ -659,6 +503,8 @@ mod tests {
             "quire generate m --prompt a --priority high",
             "quire verify m --tokens 1",
             "quire verify m --against cpu",
+            "quire verify m --layers --against auto",
+            "quire info m --gemm mine",
             "quire verify m --layers --tokens 1 --golden f",
         ] {
             assert!(Cli::try_parse_from(line.split_whitespace()).is_err(), "{line}");

@@ -5,9 +5,9 @@ use crate::size::format_size;
 use anyhow::anyhow;
 use quire_engine::config::ConfigError;
 use quire_engine::memory::{MemoryPlan, PlanPart};
-use quire_model_zoo::ModelError;
 use quire_model_zoo::config::supported_architectures;
 use quire_model_zoo::error::LoadError;
+use quire_model_zoo::{BackendKind, LoadOptions, ModelError};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path};
@@ -60,15 +60,21 @@ fn is_hub_name(path: &Path) -> bool {
         && path.extension().is_none_or(|ext| ext != "gguf")
 }
 
-/// Why a model cannot be run as asked.
-pub fn run_error(error: ModelError) -> anyhow::Error {
+/// Why a model cannot be run with `options`.
+pub fn run_error(error: ModelError, options: &LoadOptions) -> anyhow::Error {
     match error {
-        ModelError::Config(error) => config_error(error),
+        ModelError::Config(error) => config_error(error, options.backend),
+        ModelError::NoSwapSpace { bytes, available } => anyhow!(
+            "{} is {}; the host has {} available",
+            flag("swap_bytes"),
+            exact_size(bytes),
+            exact_size(available)
+        ),
         other => other.into(),
     }
 }
 
-fn config_error(error: ConfigError) -> anyhow::Error {
+fn config_error(error: ConfigError, backend: BackendKind) -> anyhow::Error {
     match error {
         ConfigError::OutOfRange { name, value, rule } => {
             let flag = flag(name);
@@ -82,7 +88,7 @@ fn config_error(error: ConfigError) -> anyhow::Error {
         ConfigError::Utilization(share) => {
             anyhow!("{} is {share}; it must be over 0 and at most 1", flag("memory_utilization"))
         }
-        ConfigError::DoesNotFit { plan, part } => does_not_fit(&plan, part),
+        ConfigError::DoesNotFit { plan, part } => does_not_fit(&plan, part, backend),
         ConfigError::PoolTooSmall { blocks, block_size, max_model_len, needed_bytes, .. } => {
             anyhow!(
                 "the KV cache of {blocks} blocks holds {} tokens, fewer than {} {max_model_len}, which \
@@ -96,7 +102,11 @@ fn config_error(error: ConfigError) -> anyhow::Error {
 }
 
 /// What has no room and what to change.
-fn does_not_fit(plan: &MemoryPlan, part: PlanPart) -> anyhow::Error {
+fn does_not_fit(plan: &MemoryPlan, part: PlanPart, backend: BackendKind) -> anyhow::Error {
+    let whose = match backend {
+        BackendKind::Cuda => " of the device's memory",
+        BackendKind::Cpu | BackendKind::Reference => "",
+    };
     let what = match part {
         PlanPart::Weights => format!("the weights of {}", format_size(plan.weights)),
         PlanPart::Workspace => {
@@ -107,7 +117,7 @@ fn does_not_fit(plan: &MemoryPlan, part: PlanPart) -> anyhow::Error {
         PlanPart::KvCache => format!("the KV cache of {}", format_size(plan.kv_cache)),
     };
     anyhow!(
-        "no room for {what}: the engine needs {} and may take {}; {}",
+        "no room for {what}: the engine needs {} and may take {}{whose}; {}",
         exact_size(plan.needed()),
         exact_size(plan.budget),
         part.remedy(plan, flag)
@@ -141,7 +151,8 @@ mod tests {
     #[test]
     fn limits_are_named_by_flag_and_in_units() {
         let out_of_range = |name, value, rule: &str| {
-            config_error(ConfigError::OutOfRange { name, value, rule: rule.to_owned() }).to_string()
+            let error = ConfigError::OutOfRange { name, value, rule: rule.to_owned() };
+            config_error(error, BackendKind::Cpu).to_string()
         };
         assert_eq!(
             out_of_range("max_num_seqs", 0, "from 1 to 4096"),
@@ -168,7 +179,7 @@ mod tests {
             needed_bytes: 4 << 20,
             plan: Box::default(),
         };
-        let text = config_error(too_small).to_string();
+        let text = config_error(too_small, BackendKind::Cpu).to_string();
         assert!(
             text.contains("fewer than --max-model-len (max_model_len) 49, which needs"),
             "{text}"
@@ -179,7 +190,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_named_with_its_flag() {
         let plan = MemoryPlan {
-            available: 2 << 30,
+            available: 20 << 30,
             budget: 1 << 30,
             weights: 2 << 30,
             workspace: 3 << 30,
@@ -187,16 +198,20 @@ mod tests {
             swap: 5 << 30,
             ..MemoryPlan::default()
         };
-        let message = |plan: MemoryPlan, part| {
-            config_error(ConfigError::DoesNotFit { plan: Box::new(plan), part }).to_string()
+        let message_on = |backend, plan: MemoryPlan, part| {
+            let error = ConfigError::DoesNotFit { plan: Box::new(plan), part };
+            config_error(error, backend).to_string()
         };
+        let message = |plan, part| message_on(BackendKind::Cpu, plan, part);
         assert_eq!(
             message(plan, PlanPart::Weights),
             "no room for the weights of 2.0 GiB: the engine needs 15032385536 bytes (14.0 GiB) and \
              may take 1073741824 bytes (1.0 GiB); take a smaller model or a smaller --dtype \
              (dtype), or raise --memory-utilization (memory_utilization)"
         );
-        let all = MemoryPlan { budget: plan.available, ..plan };
+        let device = message_on(BackendKind::Cuda, plan, PlanPart::Weights);
+        assert!(device.contains("may take 1073741824 bytes (1.0 GiB) of the device's memory;"));
+        let all = MemoryPlan { available: plan.budget, ..plan };
         for (part, start, end) in [
             (PlanPart::Workspace, "weights and activations of 5.0 GiB and", "(max_model_len)"),
             (PlanPart::Swap, "the swap space of 5.0 GiB", "; lower --swap-space (swap_bytes)"),

@@ -1,17 +1,18 @@
 //! `quire info`: what a model is, and what running it here takes.
 
 use crate::Outcome;
-use crate::cli::InfoArgs;
 use crate::cli::scheduling::PolicyName;
+use crate::cli::{InfoArgs, Setup};
+use crate::device::CudaReport;
 use crate::load;
-use crate::memory::{PlanJson, table as memory_table};
+use crate::memory::{PlanJson, host_swap, table as memory_table};
 use crate::output::{Output, counted, two_columns};
-use quire_engine::backend::{CpuBackend, ReferenceBackend};
+use quire_engine::backend::{CpuBackend, GemmMode, ReferenceBackend};
 use quire_engine::config::{DEFAULT_STEP_MS, Measure, ResolvedConfig};
 use quire_engine::ops::{Backend, BackendInfo};
 use quire_engine::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 use quire_model_zoo::loader::ModelFormat;
-use quire_model_zoo::{BackendKind, ModelFiles};
+use quire_model_zoo::{BackendKind, LoadOptions, ModelFiles};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -28,6 +29,13 @@ struct Info {
     vocab_size: usize,
     max_position_embeddings: usize,
     dtype: String,
+    /// `cpu`, `cuda:0` or `reference`.
+    device: String,
+    /// It with why it was chosen, for the table.
+    #[serde(skip)]
+    described_device: String,
+    /// Null on other devices.
+    cuda: Option<CudaReport>,
     backend: &'static str,
     isa: String,
     threads: usize,
@@ -76,33 +84,69 @@ struct Costs {
 /// The model cannot be opened, or the options do not fit it or the machine.
 pub fn run(args: &InfoArgs) -> anyhow::Result<Outcome> {
     let files = load::open(&args.model.model)?;
-    let options = args.model.load_options();
-    let mut plan = load::plan(&files, &options)?;
+    let setup = args.model.setup()?;
+    let options = &setup.options;
+    let mut plan = load::plan(&files, options)?;
+    // Unless somebody says otherwise it depends on the backend.
+    plan.async_scheduling.get_or_insert(options.backend == BackendKind::Cuda);
     let memory = plan.memory;
     if args.measure {
-        plan.scheduler = load::load(&files, &options)?.limits().clone();
+        let engine = load::load(&files, options)?;
+        plan.scheduler = engine.limits().clone();
+        plan.async_scheduling = Some(engine.async_scheduling());
     }
-    let dtype = options.dtype.unwrap_or_else(|| files.default_dtype());
-    let backend = match options.backend {
-        BackendKind::Reference => ReferenceBackend::new(dtype).info(),
-        BackendKind::Cpu => CpuBackend::new(dtype, options.isa, options.threads)?.info(),
-    };
-    let measured = args.measure;
-    let info = info(args.model.model.display().to_string(), &files, (backend, plan, measured));
+    let computer = Computer::new(&files, options)?;
+    let model = args.model.model.display().to_string();
+    let info = info(model, &files, (&setup, computer), (plan, args.measure));
     let mut output = Output::stdout();
     if args.json {
         output.json(&info)?;
     } else {
-        output.text(&(table(&info) + &memory_table(&memory)))?;
+        output.text(&(table(&info) + &memory_table(&memory, host_swap(options))))?;
     }
     Ok(Outcome::Done)
+}
+
+/// What computes.
+struct Computer {
+    info: BackendInfo,
+    cuda: Option<CudaReport>,
+}
+
+impl Computer {
+    /// Asks the backend, as far as it can be asked without a model.
+    fn new(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<Self> {
+        let dtype = options.dtype.unwrap_or_else(|| files.default_dtype());
+        Ok(match options.backend {
+            BackendKind::Reference => {
+                Computer { info: ReferenceBackend::new(dtype).info(), cuda: None }
+            }
+            BackendKind::Cpu => Computer {
+                info: CpuBackend::new(dtype, options.isa, options.threads)?.info(),
+                cuda: None,
+            },
+            BackendKind::Cuda => {
+                let cuda = CudaReport::new(options.cuda, options.engine.swap_bytes)?;
+                let info = BackendInfo {
+                    name: "cuda",
+                    isa: format!("{} (compute capability {})", cuda.name, cuda.compute_capability),
+                    threads: 1,
+                    dtype,
+                    batch_invariant: options.cuda.gemm == GemmMode::Triton,
+                };
+                Computer { info, cuda: Some(cuda) }
+            }
+        })
+    }
 }
 
 fn info(
     model: String,
     files: &ModelFiles,
-    (backend, plan, measured): (BackendInfo, ResolvedConfig, bool),
+    (setup, computer): (&Setup, Computer),
+    (plan, measured): (ResolvedConfig, bool),
 ) -> Info {
+    let Computer { info: backend, cuda } = computer;
     let sizes = files.info();
     let scheduling = scheduling(&plan, measured);
     let limits = plan.scheduler;
@@ -122,6 +166,9 @@ fn info(
         vocab_size: sizes.vocab_size,
         max_position_embeddings: sizes.max_position_embeddings,
         dtype: backend.dtype.to_string(),
+        device: setup.choice.name(),
+        described_device: setup.choice.described(),
+        cuda,
         backend: backend.name,
         isa: backend.isa,
         threads: backend.threads,
@@ -150,7 +197,7 @@ fn scheduling(plan: &ResolvedConfig, measured: bool) -> Scheduling {
             Policy::Fcfs | Policy::Static => None,
         },
         prefix_caching: prefix_cache.is_some(),
-        async_scheduling: plan.async_scheduling,
+        async_scheduling: plan.async_scheduling.unwrap_or_default(),
         swap_blocks: *num_swap_blocks,
         preemption_mode: match preemption {
             Preemption::Auto(_) => "auto",
@@ -197,20 +244,42 @@ fn table(info: &Info) -> String {
         ("vocabulary", info.vocab_size.to_string()),
         ("trained context", format!("{} tokens", info.max_position_embeddings)),
         ("dtype", info.dtype.clone()),
+        ("device", info.described_device.clone()),
         ("backend", info.backend.to_owned()),
-        ("instruction set", info.isa.clone()),
-        ("threads", info.threads.to_string()),
-        ("batch invariant", if info.batch_invariant { "yes" } else { "no" }.to_owned()),
-        ("huge pages", info.huge_pages.clone()),
+    ];
+    match &info.cuda {
+        Some(cuda) => rows.extend(cuda_rows(cuda)),
+        None => rows
+            .extend([("instruction set", info.isa.clone()), ("threads", info.threads.to_string())]),
+    }
+    rows.push(("batch invariant", yes_no(info.batch_invariant)));
+    if info.cuda.is_none() {
+        rows.push(("huge pages", info.huge_pages.clone()));
+    }
+    rows.extend([
         ("KV per token", format!("{} bytes", info.kv_bytes_per_token)),
         ("KV cache", format!("{} blocks of {} tokens", info.num_blocks, info.block_size)),
         ("max model len", format!("{} tokens", info.max_model_len)),
         ("max num seqs", info.max_num_seqs.to_string()),
         ("max batched tokens", batched_tokens(info)),
-    ];
+    ]);
     rows.extend(info.scheduling.rows());
     rows.extend(info.notes.iter().map(|note| ("note", note.clone())));
     two_columns(&rows)
+}
+
+fn cuda_rows(cuda: &CudaReport) -> [(&'static str, String); 5] {
+    [
+        ("device name", cuda.name.clone()),
+        ("compute capability", cuda.compute_capability.clone()),
+        ("driver", format!("CUDA {}", cuda.driver_cuda_version)),
+        ("matrix products", cuda.gemm.to_owned()),
+        ("graphs", yes_no(cuda.graphs)),
+    ]
+}
+
+fn yes_no(yes: bool) -> String {
+    if yes { "yes" } else { "no" }.to_owned()
 }
 
 fn batched_tokens(info: &Info) -> String {
@@ -230,7 +299,6 @@ impl Scheduling {
     }
 
     fn rows(&self) -> [(&'static str, String); 5] {
-        let yes_no = |yes| if yes { "yes" } else { "no" }.to_owned();
         let policy = match self.aging_steps {
             Some(steps) => format!("priority, a level for every {steps} steps of waiting"),
             None => self.scheduling_policy.to_string(),

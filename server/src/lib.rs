@@ -1,13 +1,14 @@
 //! The quire command line: `generate`, `chat`, `info`, `verify` and `bench`.
 //!
 //! Exit codes: 0 done; 1 some requests failed, or a model differs from its golden file; 2 cannot
-//! run (arguments, files, memory); 101 a bug; 130 interrupted. An error is one line on standard
+//! run (arguments, files, memory, a device that cannot be used); 101 a bug; 130 interrupted. An error is one line on standard
 //! error, after a table of where the memory goes if that is the matter; results go to standard output, everything else to standard error.
 
 mod bench;
 mod chat;
 mod cli;
 mod conversation;
+mod device;
 mod explain;
 mod generate;
 mod info;

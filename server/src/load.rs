@@ -1,5 +1,7 @@
 //! Opening and loading a model, with a progress bar where a person is watching.
 
+use crate::cli::Setup;
+use crate::device::Why;
 use crate::{explain, memory};
 use indicatif::{ProgressBar, ProgressStyle};
 use quire_engine::Engine;
@@ -26,9 +28,9 @@ pub fn plan(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<Resolve
             ConfigError::DoesNotFit { plan, .. } | ConfigError::PoolTooSmall { plan, .. },
         ) = &error
         {
-            crate::report(memory::table(plan).trim_end());
+            crate::report(memory::table(plan, memory::host_swap(options)).trim_end());
         }
-        explain::run_error(error)
+        explain::run_error(error, options)
     })
 }
 
@@ -45,13 +47,17 @@ pub fn load(files: &ModelFiles, options: &LoadOptions) -> anyhow::Result<Engine>
     bar.set_style(style("loading {bar:30} {percent}% [{elapsed}<{eta}]"));
     let engine = files.load_planned(options, plan, &mut |parameters| bar.set_position(parameters));
     bar.finish_and_clear();
-    engine.map_err(explain::run_error)
+    engine.map_err(|error| explain::run_error(error, options))
 }
 
-/// Shows on standard error where the memory of an engine made with `options` goes, and what was
-/// lowered after measuring.
-pub fn show(engine: &Engine, options: &LoadOptions) {
-    crate::report(memory::table(engine.memory()).trim_end());
+/// Shows on standard error where the memory of an engine made with `setup` goes, what runs it if
+/// nobody said so, and what was lowered after measuring.
+pub fn show(engine: &Engine, Setup { options, choice }: &Setup) {
+    crate::report(memory::table(engine.memory(), memory::host_swap(options)).trim_end());
+    // Of what cannot be used there is a note already.
+    if let Some(Why::Usual(_)) = &choice.why {
+        crate::report(&format!("device: {}", choice.described()));
+    }
     let most = options.engine.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
     let tokens = engine.limits().max_num_batched_tokens;
     if tokens < most {

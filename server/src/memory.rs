@@ -2,8 +2,12 @@
 
 use crate::size::format_size;
 use quire_engine::memory::MemoryPlan;
+use quire_model_zoo::{BackendKind, LoadOptions};
 use serde::Serialize;
 use std::fmt::Write;
+
+/// The name of a part of a plan.
+const SWAP_SPACE: &str = "swap space";
 
 /// A plan and its sum, for JSON; in bytes.
 #[derive(Serialize)]
@@ -26,20 +30,36 @@ impl From<MemoryPlan> for PlanJson {
     }
 }
 
-/// A line for each part, then their sum and what there is.
-pub fn table(plan: &MemoryPlan) -> String {
+/// Page-locked host memory for swapped-out blocks, in bytes, where all else that is planned is on a
+/// device.
+pub fn host_swap(options: &LoadOptions) -> Option<usize> {
+    (options.backend == BackendKind::Cuda).then_some(options.engine.swap_bytes)
+}
+
+/// A line for each part, then their sum and what there is. With a `host_swap` the plan is that of
+/// a device.
+pub fn table(plan: &MemoryPlan, host_swap: Option<usize>) -> String {
     let sums = [
         ("needed", plan.needed()),
         ("budget", plan.budget),
         ("available", plan.available),
         ("total", plan.total),
     ];
-    let rows: Vec<_> = plan.parts().into_iter().chain(sums).collect();
-    let sizes: Vec<String> = rows.iter().map(|row| format_size(row.1)).collect();
-    let width = sizes.iter().map(String::len).max().unwrap_or(0);
-    let mut text = "memory\n".to_owned();
-    for ((name, _), size) in rows.iter().zip(sizes) {
-        let _ = writeln!(text, "  {name:10}  {size:>width$}");
+    let is_planned = |part: &(&str, usize)| host_swap.is_none() || part.0 != SWAP_SPACE;
+    let planned: Vec<_> = plan.parts().into_iter().filter(is_planned).chain(sums).collect();
+    let apart: Vec<_> = host_swap.map(|bytes| (SWAP_SPACE, bytes)).into_iter().collect();
+    let tables = match host_swap {
+        None => vec![("memory", planned)],
+        Some(_) => vec![("memory of the device", planned), ("page-locked host memory", apart)],
+    };
+    let sizes = tables.iter().flat_map(|table| &table.1).map(|row| format_size(row.1).len());
+    let width = sizes.max().unwrap_or(0);
+    let mut text = String::new();
+    for (heading, rows) in tables {
+        let _ = writeln!(text, "{heading}");
+        for (name, bytes) in rows {
+            let _ = writeln!(text, "  {name:10}  {:>width$}", format_size(bytes));
+        }
     }
     text
 }
@@ -77,7 +97,32 @@ memory
   available    40.0 GiB
   total        64.0 GiB
 ";
-        assert_eq!(table(&PLAN), expected);
+        assert_eq!(table(&PLAN, None), expected);
+    }
+
+    #[test]
+    fn swap_space_is_apart_from_the_memory_of_a_device() {
+        let expected = "\
+memory of the device
+  weights       1.0 GiB
+  workspace     1.5 MiB
+  logits      100.0 KiB
+  sampling      0 bytes
+  other        12 bytes
+  KV cache    200.0 MiB
+  needed        1.2 GiB
+  budget        1.5 GiB
+  available    40.0 GiB
+  total        64.0 GiB
+page-locked host memory
+  swap space    2.0 MiB
+";
+        assert_eq!(table(&PLAN, Some(2 << 20)), expected);
+        let mut options = LoadOptions::default();
+        options.engine.swap_bytes = 7;
+        assert_eq!(host_swap(&options), None);
+        options.backend = BackendKind::Cuda;
+        assert_eq!(host_swap(&options), Some(7));
     }
 
     #[test]

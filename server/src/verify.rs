@@ -4,10 +4,13 @@ mod layers;
 
 use crate::Outcome;
 use crate::cli::VerifyArgs;
+use crate::device::gemm_name;
 use crate::load;
 use crate::output::{Output, counted};
 use anyhow::Context;
+use quire_engine::backend::CudaOptions;
 use quire_engine::ops::BackendInfo;
+use quire_model_zoo::BackendKind;
 use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::verify::{Bounded, Golden, SequenceReport, VerifyReport, verify};
 use serde::Serialize;
@@ -23,6 +26,10 @@ struct Report<'a> {
     isa: &'a str,
     threads: usize,
     dtype: String,
+    /// Null but for CUDA devices.
+    gemm: Option<&'static str>,
+    /// Null but for CUDA devices.
+    graphs: Option<bool>,
     block_size: usize,
     max_num_batched_tokens: usize,
     #[serde(flatten)]
@@ -35,13 +42,15 @@ struct Report<'a> {
 /// The model or the golden file is unusable, or they do not fit each other.
 pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
-    let mut options = args.model.load_options();
+    let against = args.layers.then_some(args.against);
+    let mut setup = args.model.setup_against(against)?;
+    let options = &mut setup.options;
     if !args.model.sets_batched_tokens() {
         options.engine.max_num_batched_tokens = Some(BATCHED_TOKENS);
     }
     let files = load::open(model)?;
     if args.layers {
-        return layers::run(args, &files, &options);
+        return layers::run(args, &files, options);
     }
     let golden = match (&args.golden, files.format) {
         (Some(golden), _) => golden.clone(),
@@ -53,9 +62,10 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
         }
     };
     let golden_file = Golden::open(&golden, files.info().vocab_size)?;
-    let mut engine = load::load(&files, &options)?;
+    let mut engine = load::load(&files, options)?;
     let report = verify(&mut engine, &golden_file).with_context(|| golden.display().to_string())?;
     let backend = engine.backend();
+    let cuda = (options.backend == BackendKind::Cuda).then_some(options.cuda);
     let mut output = Output::stdout();
     if args.json {
         output.json(&Report {
@@ -64,17 +74,19 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
             isa: &backend.isa,
             threads: backend.threads,
             dtype: backend.dtype.to_string(),
+            gemm: cuda.map(|cuda| gemm_name(cuda.gemm)),
+            graphs: cuda.map(|cuda| !cuda.enforce_eager),
             block_size: options.engine.block_size,
             max_num_batched_tokens: engine.limits().max_num_batched_tokens,
             report: &report,
         })?;
     } else {
-        output.text(&table(&report, &backend))?;
+        output.text(&table(&report, (&backend, cuda)))?;
     }
     Ok(if report.passed { Outcome::Done } else { Outcome::Failed })
 }
 
-fn table(report: &VerifyReport, backend: &BackendInfo) -> String {
+fn table(report: &VerifyReport, computer: (&BackendInfo, Option<CudaOptions>)) -> String {
     let header = [
         "sequence",
         "tokens",
@@ -99,15 +111,37 @@ fn table(report: &VerifyReport, backend: &BackendInfo) -> String {
     let passed = report.sequences.iter().filter(|sequence| sequence.passed).count();
     let _ = writeln!(
         text,
-        "{}: {passed} of {} sequences within tolerance ({} backend, {}, {}, {})",
+        "{}: {passed} of {} sequences within tolerance ({})",
         if report.passed { "passed" } else { "DIFFERS" },
         report.sequences.len(),
-        backend.name,
-        backend.isa,
-        backend.dtype,
-        counted(report.num_steps, "step"),
+        circumstances(report, computer),
     );
     text
+}
+
+/// What computed, and what was in its way.
+fn circumstances(
+    report: &VerifyReport,
+    (backend, cuda): (&BackendInfo, Option<CudaOptions>),
+) -> String {
+    let mut parts = vec![
+        format!("{} backend", backend.name),
+        backend.isa.clone(),
+        backend.dtype.to_string(),
+        counted(report.num_steps, "step"),
+    ];
+    if let Some(CudaOptions { gemm, enforce_eager, .. }) = cuda {
+        let graphs = if enforce_eager { "no graphs" } else { "graphs" };
+        parts.extend([gemm_name(gemm).to_owned(), graphs.to_owned()]);
+    }
+    for (count, how) in
+        [(report.num_preempted_recompute, "recompute"), (report.num_preempted_swap, "swap")]
+    {
+        if count > 0 {
+            parts.push(format!("{} by {how}", counted(count, "preemption")));
+        }
+    }
+    parts.join(", ")
 }
 
 fn row(i: usize, sequence: &SequenceReport) -> [String; 10] {

@@ -4,6 +4,8 @@
 mod bench;
 #[path = "cli/chat.rs"]
 mod chat;
+#[path = "cli/device.rs"]
+mod device;
 #[path = "cli/info.rs"]
 mod info;
 #[path = "cli/resume.rs"]

@@ -12,7 +12,7 @@ use quire_engine::DType;
 use quire_engine::ops::{
     AttentionArgs, Backend, ForwardInput, KvLayout, MatrixLayout, QkvArgs, Rope, TensorKind,
 };
-use quire_engine::sampling::{SampleOutput, SamplingBatch};
+use quire_engine::sampling::{SampleOutput, SamplingBatch, TokenLogprob};
 
 /// Half the spacing of f32 at 1: the relative error of one operation.
 const F32_ERROR: f32 = 1.0 / (1 << 24) as f32;
@@ -180,11 +180,53 @@ pub fn sample<B: Backend<KvCache: Poison>>(
     logits: &Rows,
     batch: &SamplingBatch,
 ) -> Vec<SampleOutput> {
+    h.reserve_logits(logits.cols);
     let mut tensor = h.f32_tensor(logits);
     h.backend.sample(&mut tensor, batch, 0..logits.len()).expect("sampling works");
+    h.backend.end_step().expect("sampling works");
     let mut out = Vec::new();
     h.backend.read_samples(&mut out).expect("sampling works");
     out
+}
+
+/// The CPU sums exponentials in f32, the kernels in fixed point.
+const LOGPROB_ERROR: f32 = 2e-5;
+
+/// Asserts the tokens and refusals of `want`, and its log-probabilities within their error.
+pub fn assert_samples(got: &[SampleOutput], want: &[SampleOutput]) {
+    assert_eq!(got.len(), want.len());
+    let all = |output: &SampleOutput| -> Vec<TokenLogprob> {
+        let all = output.logprobs.iter();
+        all.flat_map(|l| std::iter::once(l.sampled).chain(l.top.iter().copied())).collect()
+    };
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.token, want.token, "answer {i}");
+        let (got, want) = (all(got), all(want));
+        assert_eq!(got.len(), want.len(), "answer {i}");
+        for (got, want) in got.iter().zip(&want) {
+            let close =
+                (got.logprob - want.logprob).abs() <= LOGPROB_ERROR || got.logprob == want.logprob;
+            assert!(got.token == want.token && close, "answer {i}: {got:?} is not {want:?}");
+        }
+    }
+}
+
+/// Asserts the same token, or the same failure, and log-probabilities of the same tokens that differ
+/// by at most `error`.
+pub fn assert_sample(got: &SampleOutput, want: &SampleOutput, error: f32) {
+    assert_eq!(got.token, want.token, "{got:?} and {want:?}");
+    assert_eq!(got.logprobs.is_some(), want.logprobs.is_some(), "{got:?} and {want:?}");
+    let all = |output: &SampleOutput| -> Vec<TokenLogprob> {
+        let logprobs = output.logprobs.iter();
+        logprobs.flat_map(|l| std::iter::once(&l.sampled).chain(&l.top)).copied().collect()
+    };
+    let (got, want) = (all(got), all(want));
+    assert_eq!(got.len(), want.len(), "{got:?} and {want:?}");
+    for (got, want) in got.iter().zip(&want) {
+        assert_eq!(got.token, want.token, "{got:?} and {want:?}");
+        let equal = got.logprob == want.logprob;
+        assert!(equal || (got.logprob - want.logprob).abs() <= error, "{got:?} and {want:?}");
+    }
 }
 
 /// Sequences that write their K and V and attend, chunk by chunk.
@@ -329,7 +371,7 @@ impl Tables {
         kv.poison();
         places.rotate_left(1);
         let back: Vec<_> = out.iter().map(|&(block, at)| (at, places[block as usize])).collect();
-        h.backend.swap_in(kv, &host, &back).expect("a swap");
+        h.backend.swap_in(kv, &mut host, &back).expect("a swap");
         let moved = |block: &mut i32| *block = places[*block as usize] as i32;
         self.tables.iter_mut().flatten().for_each(moved);
         self.unused.iter_mut().for_each(moved);
@@ -385,7 +427,7 @@ pub fn attention<B: Backend<KvCache: Poison>>(
 ) -> Vec<Rows> {
     let mut tables = case.tables(seqs);
     let layout = case.kv_layout(tables.num_blocks, h.dtype());
-    let mut kv = h.backend.kv_cache(&layout).expect("a small KV cache");
+    let mut kv = h.kv_cache(&layout, case.num_heads());
     kv.poison();
     let rope = case.rope(h);
     let norms = case.qk_norm.then(|| {

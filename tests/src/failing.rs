@@ -1,9 +1,10 @@
 //! A backend whose steps fail.
 
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, ForwardInput, KvLayout};
-use quire_engine::runner::{Executor, ExecutorOutput};
-use quire_engine::sampling::{RowError, SampleOutput, SamplingBatch};
+use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, KvLayout};
+use quire_engine::runner::{Executor, ExecutorOutput, Step};
+use quire_engine::sampling::{RowError, SampleOutput};
+use std::collections::VecDeque;
 
 /// How a step fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,8 @@ pub struct Failing {
     inner: Box<dyn Executor>,
     fault: Box<dyn Fn(usize) -> Option<Fault> + Send>,
     num_calls: usize,
+    /// What becomes of the steps that were not collected.
+    submitted: VecDeque<Option<Fault>>,
 }
 
 impl Failing {
@@ -31,7 +34,8 @@ impl Failing {
         inner: Box<dyn Executor>,
         fault: impl Fn(usize) -> Option<Fault> + Send + 'static,
     ) -> Box<dyn Executor> {
-        Box::new(Failing { inner, fault: Box::new(fault), num_calls: 0 })
+        let submitted = VecDeque::new();
+        Box::new(Failing { inner, fault: Box::new(fault), num_calls: 0, submitted })
     }
 }
 
@@ -65,29 +69,45 @@ impl Executor for Failing {
         Ok(())
     }
 
-    fn execute(
-        &mut self,
-        input: &ForwardInput,
-        sampling: &SamplingBatch,
-        capture: &[bool],
-        out: &mut ExecutorOutput,
-    ) -> Result<(), BackendError> {
+    fn runs_ahead(&self) -> bool {
+        self.inner.runs_ahead()
+    }
+
+    fn synchronize(&mut self) -> Result<(), BackendError> {
+        self.inner.synchronize()
+    }
+
+    fn submit(&mut self, step: Step<'_>) -> Result<(), BackendError> {
         let fault = (self.fault)(self.num_calls);
         self.num_calls += 1;
-        if fault != Some(Fault::Before) {
-            self.inner.execute(input, sampling, capture, out)?;
+        if fault == Some(Fault::Before) {
+            return Err(failure());
         }
-        if let Some(Fault::Row(row)) = fault {
-            if let Some(sample) = out.samples.get_mut(row) {
-                *sample = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
+        self.inner.submit(step)?;
+        self.submitted.push_back(fault);
+        Ok(())
+    }
+
+    fn collect(&mut self, out: &mut ExecutorOutput) -> Result<(), BackendError> {
+        self.inner.collect(out)?;
+        match self.submitted.pop_front().expect("a step that was submitted") {
+            Some(Fault::Row(row)) => {
+                if let Some(sample) = out.samples.get_mut(row) {
+                    *sample = SampleOutput { token: Err(RowError::NotANumber), logprobs: None };
+                }
+                Ok(())
             }
-            return Ok(());
+            Some(Fault::After) => {
+                out.samples.iter_mut().for_each(|sample| sample.token = Ok(0));
+                out.captured.iter_mut().for_each(|(_, logits)| logits.fill(f32::NAN));
+                Err(failure())
+            }
+            _ => Ok(()),
         }
-        if !matches!(fault, Some(Fault::Before | Fault::After)) {
-            return Ok(());
-        }
-        out.samples.iter_mut().for_each(|sample| sample.token = Ok(0));
-        out.captured.iter_mut().for_each(|(_, logits)| logits.fill(f32::NAN));
-        Err(failure())
+    }
+
+    fn abandon(&mut self) {
+        self.submitted.clear();
+        self.inner.abandon();
     }
 }

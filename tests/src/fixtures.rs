@@ -1,12 +1,17 @@
 //! What tests run on: a tiny random model built in memory, and the recorded files.
 
 use crate::rng::Rng;
+use half::bf16;
+use quire_engine::backend::cuda::{Compute, CudaHostCache, CudaKvCache};
 use quire_engine::backend::reference::RefKvCache;
-use quire_engine::backend::{CpuBackend, CpuBuffers, Isa, ReferenceBackend, ReferenceBuffers};
+use quire_engine::backend::{
+    CpuBackend, CpuBuffers, CudaBackend, CudaBuffers, CudaOptions, Isa, ReferenceBackend,
+    ReferenceBuffers,
+};
 use quire_engine::engine::TextConfig;
 use quire_engine::memory::SystemMemory;
 use quire_engine::ops::Backend;
-use quire_engine::runner::{Executor, ModelRunner};
+use quire_engine::runner::{Executor, ModelRunner, RunnerSizes};
 use quire_engine::scheduler::SchedulerConfig;
 use quire_engine::text::Tokenizer;
 use quire_engine::{DType, Engine, EngineConfig};
@@ -31,6 +36,15 @@ pub const MODEL_VOCAB: usize = 272;
 /// The folder of recorded test data.
 pub fn data_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data")
+}
+
+/// The folders with a model and its golden file, in the order of their names.
+pub fn golden_dirs() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(data_dir().join("goldens")).expect("recorded goldens");
+    let mut dirs: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
+    dirs.sort();
+    assert_eq!(dirs.len(), 6, "{dirs:?}");
+    dirs
 }
 
 /// The SmolLM2 model that `make fetch` puts in place; says so on standard error if it is absent.
@@ -117,6 +131,18 @@ impl TinyModel {
         )
     }
 
+    /// Sizes that the CUDA kernels take: multiples of 16, but for the vocabulary.
+    pub fn aligned(seed: u64) -> Self {
+        let spec = TinyModel::new(seed).spec;
+        let sizes = DecoderSpec {
+            vocab_size: MODEL_VOCAB - 5,
+            hidden_size: 64,
+            intermediate_size: 96,
+            ..spec
+        };
+        Self::of_spec(sizes, seed)
+    }
+
     /// The same with other attention windows, one a layer.
     pub fn with_windows(seed: u64, windows: [Option<u32>; 2]) -> Self {
         let spec = TinyModel::new(seed).spec;
@@ -175,6 +201,9 @@ impl TinyModel {
             Place::Cpu { threads, .. } => {
                 DecoderMemory::new(&self.spec, CpuBuffers::new(setup.dtype, Some(threads)))
             }
+            Place::Cuda(options) => {
+                DecoderMemory::new(&self.spec, CudaBuffers::new(setup.dtype, options.gemm))
+            }
         };
         let resolved = setup
             .engine
@@ -194,6 +223,10 @@ impl TinyModel {
                     .expect("the instruction set is available");
                 self.executor(backend, &limits, sizes, setup.dtype)
             }
+            Place::Cuda(options) => match setup.dtype {
+                DType::F32 => self.executor(cuda::<f32>(options), &limits, sizes, setup.dtype),
+                DType::Bf16 => self.executor(cuda::<bf16>(options), &limits, sizes, setup.dtype),
+            },
         };
         Engine::new(wrap(executor), text, resolved, setup.engine.seed)
     }
@@ -208,8 +241,15 @@ impl TinyModel {
         let model = Decoder::load(&self.spec, self, &mut backend, limits, &mut |_| ())
             .expect("the weights fit the spec");
         let layout = model_info(&self.spec).kv_layout(sizes.num_blocks, sizes.block_size, dtype);
-        let mut runner = ModelRunner::new(backend, model, layout, sizes.num_swap_blocks)
-            .expect("a small KV cache");
+        let sizes = RunnerSizes {
+            layout,
+            num_swap_blocks: sizes.num_swap_blocks,
+            max_tokens: limits.max_tokens,
+            max_seqs: sizes.max_num_seqs,
+            max_positions: limits.max_positions,
+            max_logprobs: self.spec.vocab_size,
+        };
+        let mut runner = ModelRunner::new(backend, model, sizes).expect("a small KV cache");
         runner.parts_mut().1.poison();
         Box::new(runner)
     }
@@ -237,6 +277,11 @@ impl WeightSource for TinyModel {
     fn location(&self, _: &str) -> String {
         "memory".into()
     }
+}
+
+/// A backend on the device that the test has loaded.
+fn cuda<T: Compute>(options: CudaOptions) -> CudaBackend<T> {
+    CudaBackend::new(options).expect("a device")
 }
 
 /// A KV cache that tests can fill with NaN and look into.
@@ -282,6 +327,32 @@ impl Poison for quire_kernels_cpu::KvCache {
     }
 }
 
+impl<T: Compute> Poison for CudaKvCache<T> {
+    fn poison(&mut self) {
+        // NaN as f32 and as bf16.
+        self.fill(0xff).expect("the device works");
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        words(&self.block(block).expect("the device works"))
+    }
+}
+
+impl Poison for CudaHostCache {
+    fn poison(&mut self) {
+        self.fill(0xff).expect("the device works");
+    }
+
+    fn block_bits(&self, block: u32) -> Vec<u32> {
+        words(&self.block(block).expect("the device works"))
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    let word = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().expect("four bytes"));
+    bytes.chunks_exact(4).map(word).collect()
+}
+
 /// Which implementation of the ops runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -294,6 +365,8 @@ pub enum Place {
         /// Worker threads.
         threads: usize,
     },
+    /// An NVIDIA device, or what stands in for one.
+    Cuda(CudaOptions),
 }
 
 /// How an engine over a [`TinyModel`] is set up.
@@ -326,6 +399,12 @@ impl Setup {
     /// The reference backend with default sizes.
     pub fn reference(dtype: DType) -> Self {
         Setup { place: Place::Reference, dtype, engine: EngineConfig::default() }
+    }
+
+    /// The device, with default sizes.
+    pub fn cuda(dtype: DType) -> Self {
+        let place = Place::Cuda(CudaOptions::default());
+        Setup { place, dtype, engine: EngineConfig::default() }
     }
 
     /// The same with other sizes.

@@ -4,7 +4,7 @@
 //! themselves give one whose every step is exact, whatever the arithmetic of the backend:
 //!
 //! ```text
-//! one-hot F32      embed(table whose row i is s·eᵢ), s a power of two with s² = columns
+//! one-hot F32      embed(table whose row i is s·eᵢ), s a power of two ≥ 4 with s² = columns
 //! one-hot Compute  rms_norm with weight 1 and eps 0: the mean square is s²/columns = 1
 //! any F32          linear(one-hot, data / s), in parts that the backend's dtype holds
 //! any Compute      gate_up_silu_mul(one-hot, gate 64, up data / (64 s)): silu(64) = 64 in f32
@@ -13,7 +13,7 @@
 
 use crate::fixtures::Poison;
 use quire_engine::DType;
-use quire_engine::ops::{Backend, ForwardInput, MatrixLayout, TensorKind};
+use quire_engine::ops::{Backend, ForwardInput, KvLayout, MatrixLayout, StepLimits, TensorKind};
 use std::collections::HashMap;
 
 /// A matrix on the host, row-major.
@@ -66,17 +66,57 @@ impl Rows {
 /// Value of the gate for which `silu(gate)` is the gate.
 const GATE: f32 = 64.0;
 
+/// Room for the steps of any case, but for those of other heads, blocks and vocabularies.
+const LIMITS: StepLimits = StepLimits {
+    max_tokens: 256,
+    max_seqs: 16,
+    max_positions: 512,
+    max_logprobs: 64,
+    block_size: 16,
+    swap: false,
+    vocab_size: 256,
+    num_heads: 1,
+};
+
 /// A backend with ways in and out.
 pub struct Harness<B: Backend> {
     /// The backend under test.
     pub backend: B,
+    limits: StepLimits,
     identities: HashMap<usize, B::Matrix>,
 }
 
 impl<B: Backend<KvCache: Poison>> Harness<B> {
-    /// Wraps a backend.
+    /// Wraps a backend, which must launch every op as it is called: the ops of these steps differ.
     pub fn new(backend: B) -> Self {
-        Harness { backend, identities: HashMap::new() }
+        let mut h = Harness { backend, limits: LIMITS, identities: HashMap::new() };
+        let layout = KvLayout {
+            num_layers: 1,
+            num_blocks: 1,
+            block_size: LIMITS.block_size,
+            num_kv_heads: 1,
+            head_dim: 16,
+            dtype: h.dtype(),
+        };
+        h.kv_cache(&layout, LIMITS.num_heads);
+        h
+    }
+
+    /// A KV cache, and room for steps that attend to it.
+    pub fn kv_cache(&mut self, layout: &KvLayout, num_heads: usize) -> B::KvCache {
+        let kv = self.backend.kv_cache(layout).expect("a small KV cache");
+        self.reserve(StepLimits { block_size: layout.block_size, num_heads, ..self.limits });
+        kv
+    }
+
+    /// Room for steps with rows of so many logits.
+    pub fn reserve_logits(&mut self, vocab_size: usize) {
+        self.reserve(StepLimits { vocab_size, ..self.limits });
+    }
+
+    fn reserve(&mut self, limits: StepLimits) {
+        self.backend.reserve(&limits).expect("memory for small steps");
+        self.limits = limits;
     }
 
     /// The backend's dtype.
@@ -95,7 +135,10 @@ impl<B: Backend<KvCache: Poison>> Harness<B> {
             out.iter_mut().enumerate().for_each(|(i, x)| *x = value(row, i));
             Ok(())
         };
-        self.backend.matrix(layout, n, k, &read).expect("memory for a small weight")
+        let weight = self.backend.matrix(layout, n, k, &read).expect("memory for a small weight");
+        // Weights may be on their way; between the ops of a step nothing waits for them.
+        self.backend.synchronize().expect("the backend works");
+        weight
     }
 
     /// A weight of these rows.
@@ -115,7 +158,7 @@ impl<B: Backend<KvCache: Poison>> Harness<B> {
 
     /// Row `i` is `s` at column `i` (Compute), with `s`; begins a step of its own.
     fn one_hot(&mut self, rows: usize) -> (B::Tensor, usize, f32) {
-        let mut s = 2.0f32;
+        let mut s = 4.0f32;
         while (s * s) < rows as f32 {
             s *= 2.0;
         }
@@ -214,5 +257,6 @@ pub fn row_input(rows: usize) -> ForwardInput {
         max_blocks: 0,
         logits_indices: ids.clone(),
         token_ids: ids,
+        placeholders: Vec::new(),
     }
 }

@@ -1,6 +1,7 @@
 //! A request run alone, and what two runs of it must agree on.
 
 use crate::fixtures::{Setup, TinyModel};
+use quire_engine::scheduler::SchedulerStats;
 use quire_engine::{Engine, EngineConfig, Request, RequestOutput, SamplingParams};
 
 /// Everything of an output that the numerics contract covers: all but its number and its clock.
@@ -125,4 +126,33 @@ pub fn samples_alone(model: &TinyModel, setup: &Setup, request: &Request) -> Vec
         Fingerprint::from(&output)
     };
     (0..params.n as u64).map(sample).collect()
+}
+
+/// Asserts that a request has the bits of `alone` although more urgent ones take all seats after so
+/// many steps. The policy of `setup` must be one of priorities.
+pub fn preempt_after(
+    model: &TinyModel,
+    setup: &Setup,
+    victim: &Request,
+    alone: &[Fingerprint],
+    steps: usize,
+) -> SchedulerStats {
+    let mut engine = model.engine(setup);
+    let params = SamplingParams { priority: 1, ..victim.params.clone() };
+    let id = engine.add_request(Request { params, ..victim.clone() }).expect("a valid request");
+    let mut outputs = Vec::new();
+    for _ in 0..steps {
+        outputs.extend(engine.step().expect("the backend works").finished);
+    }
+    // As many at once as there are seats, so that the whole victim has to go.
+    for i in 0..setup.engine.max_num_seqs as u32 {
+        engine.add_request(Request::new(vec![i + 1; 9], greedy(2))).expect("a valid request");
+    }
+    outputs.extend(drain(&mut engine));
+    outputs.retain(|output| output.request_id == id);
+    outputs.sort_by_key(|output| output.index);
+    let got: Vec<Fingerprint> = outputs.iter().map(Fingerprint::from).collect();
+    assert_eq!(got, alone, "preempted after {steps} steps: {victim:?}, {:?}", setup.engine);
+    assert_eq!(engine.num_held_blocks(), 0);
+    engine.stats().scheduler
 }

@@ -12,6 +12,14 @@ use quire_engine::{Request, SamplingParams};
 pub fn gemm() -> impl Strategy<Value = GemmCase> {
     let n = prop_oneof![1..20usize, 60..70usize, 120..140usize];
     let k = prop_oneof![1..20usize, 60..70usize, 250..300usize];
+    gemm_of(n, k)
+}
+
+/// The same with outputs and inputs from these.
+pub fn gemm_of(
+    n: impl Strategy<Value = usize>,
+    k: impl Strategy<Value = usize>,
+) -> impl Strategy<Value = GemmCase> {
     (1..20usize, n, k, any::<bool>(), any::<u64>()).prop_map(|(rows, n, k, bias, seed)| GemmCase {
         rows,
         n,
@@ -35,8 +43,13 @@ fn chunks() -> impl Strategy<Value = Vec<Vec<usize>>> {
 
 /// Attention over every head layout, head dimension, block size and kind of window.
 pub fn attention() -> impl Strategy<Value = AttentionCase> {
+    attention_of(&[16, 64, 80, 96, 128, 256])
+}
+
+/// The same with heads of these dimensions.
+pub fn attention_of(head_dims: &[usize]) -> impl Strategy<Value = AttentionCase> + use<> {
     let heads = (select(vec![1usize, 2, 3]), select(vec![1usize, 3, 4, 7, 8]));
-    let head = (heads, select(vec![16usize, 64, 80, 96, 128, 256]))
+    let head = (heads, select(head_dims.to_vec()))
         .prop_filter("few enough heads to read back", |((kv, group), d)| kv * group * d <= 768);
     let window = prop::option::of(prop_oneof![1..12u32, 200..300u32]);
     let options = (select(vec![8usize, 16, 32, 64, 256]), window, any::<bool>(), any::<bool>());

@@ -197,7 +197,7 @@ fn a_search_aborted_at_any_step_leaves_nothing_behind() {
         mates.iter().map(|mate| samples_alone(&model, setup, mate)).collect();
     for ahead in [false, true] {
         for steps in 0..15 {
-            let config = EngineConfig { async_scheduling: ahead, ..tight(8, 24) };
+            let config = EngineConfig { async_scheduling: Some(ahead), ..tight(8, 24) };
             let mut engine = model.engine(&setup.with(config));
             let id = engine.add_request(search.clone()).expect("a valid request");
             for mate in &mates {

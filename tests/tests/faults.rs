@@ -24,7 +24,7 @@ fn engine_ahead(
     fault: impl Fn(usize) -> Option<Fault> + Send + 'static,
 ) -> Engine {
     let setup = Setup::cpu(DType::F32).with(EngineConfig {
-        async_scheduling,
+        async_scheduling: Some(async_scheduling),
         max_num_batched_tokens: Some(40),
         max_model_len: Some(LONGEST_REQUEST),
         block_size: 8,
@@ -54,8 +54,8 @@ fn drain_with_faults(engine: &mut Engine, ahead: bool) -> (Vec<RequestOutput>, u
             Ok(step) => outputs.extend(step.finished),
             Err(error) => {
                 assert_eq!(error.to_string(), "cannot allocate 7 bytes for a test");
-                assert_eq!(engine.stats().num_steps, stats.num_steps);
-                // The step before may have been waiting for its results to be applied.
+                // The step before may have been waiting for its results to be collected.
+                assert!(engine.stats().num_steps - stats.num_steps <= u64::from(ahead));
                 let brought = engine.stats().num_generated_tokens - stats.num_generated_tokens;
                 assert!(brought == 0 || ahead);
                 failures += 1;

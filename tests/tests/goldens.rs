@@ -5,20 +5,11 @@ use quire_engine::backend::Isa;
 use quire_engine::{DType, EngineConfig};
 use quire_model_zoo::verify::{Golden, VerifyReport, verify};
 use quire_model_zoo::{BackendKind, LoadOptions, ModelFiles};
-use quire_tests::fixtures::{data_dir, every_path};
+use quire_tests::fixtures::{every_path, golden_dirs};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const DTYPES: [DType; 2] = [DType::F32, DType::Bf16];
-
-/// Folders with a model and its golden file.
-fn golden_dirs() -> Vec<PathBuf> {
-    let entries = fs::read_dir(data_dir().join("goldens")).expect("recorded goldens");
-    let mut dirs: Vec<PathBuf> = entries.map(|entry| entry.expect("readable").path()).collect();
-    dirs.sort();
-    assert_eq!(dirs.len(), 6, "{dirs:?}");
-    dirs
-}
 
 fn options(dtype: DType, block_size: usize, budget: usize) -> LoadOptions {
     let engine =

@@ -2,56 +2,19 @@
 //! anything, fail, or run a processor that panics. And the `n` samples of a request are as many
 //! requests.
 
-use quire_engine::sampling::{LogitsContext, LogitsProcessor, NumLogprobs, RowError};
+use quire_engine::sampling::{NumLogprobs, RowError};
 use quire_engine::{
     DType, Engine, EngineConfig, FinishReason, Request, RequestOutput, SamplingParams,
 };
 use quire_tests::fixtures::{Setup, TinyModel};
 use quire_tests::oracle::{Fingerprint, greedy, run_groups};
+use quire_tests::processors::{self, PROCESSORS};
 use quire_tests::rng::Rng;
 use quire_tests::strategies::{LONGEST_ANY_REQUEST, any_request};
-use std::sync::Arc;
-
-/// Prefers ids that follow from the whole sequence so far.
-struct Walk;
-
-impl LogitsProcessor for Walk {
-    fn process(&self, context: &LogitsContext<'_>, logits: &mut [f32]) {
-        let sum: u32 = context.prompt.iter().chain(context.output).sum();
-        for id in sum..sum + 30 {
-            logits[id as usize % 256] += 4.0;
-        }
-    }
-}
-
-/// Panics at the third token, having spoilt the logits.
-struct Panics;
-
-impl LogitsProcessor for Panics {
-    fn process(&self, context: &LogitsContext<'_>, logits: &mut [f32]) {
-        if context.output.len() == 2 {
-            logits.fill(f32::INFINITY);
-            panic!("at the third token");
-        }
-    }
-}
-
-/// Makes every logit NaN.
-struct Spoils;
-
-impl LogitsProcessor for Spoils {
-    fn process(&self, _: &LogitsContext<'_>, logits: &mut [f32]) {
-        logits.fill(f32::NAN);
-    }
-}
-
-const PROCESSORS: [&str; 3] = ["panics", "spoils", "walk"];
 
 fn engine(model: &TinyModel, setup: &Setup) -> Engine {
     let mut engine = model.engine(setup);
-    engine.register_logits_processor("walk", Arc::new(Walk));
-    engine.register_logits_processor("panics", Arc::new(Panics));
-    engine.register_logits_processor("spoils", Arc::new(Spoils));
+    processors::register(&mut engine);
     engine
 }
 

@@ -2,10 +2,10 @@
 
 use quire_engine::config::PreemptionMode;
 use quire_engine::sampling::NumLogprobs;
-use quire_engine::scheduler::{Policy, PreemptionCosts, SchedulerStats};
+use quire_engine::scheduler::{Policy, PreemptionCosts};
 use quire_engine::{EngineConfig, Request, SamplingParams};
 use quire_tests::fixtures::{Setup, TinyModel};
-use quire_tests::oracle::{Fingerprint, drain, greedy, run_groups, samples_alone};
+use quire_tests::oracle::{Fingerprint, greedy, preempt_after, run_groups, samples_alone};
 use quire_tests::rng::Rng;
 
 /// Bytes that hold more blocks than any of these tests has.
@@ -32,34 +32,6 @@ fn victims() -> Vec<Request> {
         Request::new(text(21), SamplingParams { n: 2, ..beams.clone() }),
         Request::new(text(24), SamplingParams { max_tokens: Some(40), ..beams }),
     ]
-}
-
-/// A more urgent request takes all seats of a running one after so many steps.
-fn preempt_after(
-    model: &TinyModel,
-    setup: &Setup,
-    victim: &Request,
-    alone: &[Fingerprint],
-    steps: usize,
-) -> SchedulerStats {
-    let mut engine = model.engine(setup);
-    let params = SamplingParams { priority: 1, ..victim.params.clone() };
-    let id = engine.add_request(Request { params, ..victim.clone() }).expect("a valid request");
-    let mut outputs = Vec::new();
-    for _ in 0..steps {
-        outputs.extend(engine.step().expect("the backend works").finished);
-    }
-    // As many at once as there are seats, so that the whole victim has to go.
-    for i in 0..setup.engine.max_num_seqs as u32 {
-        engine.add_request(Request::new(vec![i + 1; 9], greedy(2))).expect("a valid request");
-    }
-    outputs.extend(drain(&mut engine));
-    outputs.retain(|output| output.request_id == id);
-    outputs.sort_by_key(|output| output.index);
-    let got: Vec<Fingerprint> = outputs.iter().map(Fingerprint::from).collect();
-    assert_eq!(got, alone, "preempted after {steps} steps: {victim:?}, {:?}", setup.engine);
-    assert_eq!(engine.num_held_blocks(), 0);
-    engine.stats().scheduler
 }
 
 #[test]
@@ -90,7 +62,7 @@ fn a_request_preempted_at_any_step_goes_on_as_if_nothing_had_been() {
                             policy: Policy::Priority { aging_steps: 100 },
                             // Each of the four ways for each kind of victim and of preemption.
                             prefix_caching: (steps + v) % 2 == 0,
-                            async_scheduling: (steps / 2 + k) % 2 == 0,
+                            async_scheduling: Some((steps / 2 + k) % 2 == 0),
                             ..Default::default()
                         };
                         let stats =
@@ -149,7 +121,7 @@ fn a_storm_of_preemptions_changes_no_bit() {
                 num_blocks: Some(4 * 64 / 8),
                 swap_bytes: ROOM,
                 prefix_caching,
-                async_scheduling: ahead,
+                async_scheduling: Some(ahead),
                 ..Default::default()
             };
             let run = |preemption, swap_bytes| {

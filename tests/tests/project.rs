@@ -9,21 +9,43 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Each workspace crate's folder and the workspace crates it may depend on, in any way. `tests` and
-/// `bench` stand on no right-hand side: nothing depends on them; `tests/ptxsim` is for `tests`.
+/// Each workspace crate's folder and the workspace crates it may depend on, in any way. `bench` stands
+/// on no right-hand side, and `tests` on that of `bench` alone, which checks a GPU by the same cases;
+/// `tests/ptxsim` is for `tests`.
 const LAYERS: &[(&str, &[&str])] = &[
     ("kernels-ptx", &[]),
     ("kernels-cpu", &[]),
     ("engine", &["kernels-ptx", "kernels-cpu"]),
     ("model-zoo", &["engine"]),
     ("server", &["engine", "model-zoo"]),
-    ("bench", &["kernels-ptx", "kernels-cpu", "engine", "model-zoo", "server"]),
+    (
+        "bench",
+        &["kernels-ptx", "kernels-cpu", "engine", "model-zoo", "server", "tests", "tests/fakecuda"],
+    ),
     ("tests/ptxsim", &[]),
-    ("tests", &["kernels-ptx", "kernels-cpu", "engine", "model-zoo", "server", "tests/ptxsim"]),
+    ("tests/fakecuda", &["tests/ptxsim"]),
+    (
+        "tests",
+        &[
+            "kernels-ptx",
+            "kernels-cpu",
+            "engine",
+            "model-zoo",
+            "server",
+            "tests/fakecuda",
+            "tests/ptxsim",
+        ],
+    ),
 ];
 
 /// Files and folders (ending in `/`) in which `unsafe` may stand.
-const UNSAFE_MODULES: &[&str] = &["kernels-cpu/src/", "model-zoo/src/mapped.rs"];
+const UNSAFE_MODULES: &[&str] = &[
+    "engine/src/backend/cuda/driver/",
+    "kernels-cpu/src/",
+    "model-zoo/src/mapped.rs",
+    "tests/fakecuda/src/",
+    "tests/fakecuda/tests/common/",
+];
 
 /// Lines a Rust file may have, tests included.
 const MAX_FILE_LINES: usize = 700;

@@ -6,7 +6,7 @@
 use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
-    QkvArgs, RowReader, TensorKind,
+    QkvArgs, StepLimits, TensorKind, WeightRows,
 };
 use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -86,8 +86,8 @@ impl BufferSizes for CpuBuffers {
         self.kv_shape(layout).bytes().ok()
     }
 
-    fn sampling_bytes(&self, vocab_size: usize) -> Option<usize> {
-        Sampler::max_bytes(vocab_size)?.checked_mul(self.threads)
+    fn sampling_bytes(&self, limits: &StepLimits) -> Option<usize> {
+        Sampler::max_bytes(limits.vocab_size)?.checked_mul(self.threads)
     }
 }
 
@@ -99,6 +99,8 @@ pub struct CpuBackend {
     /// One sampler a worker.
     samplers: Vec<Mutex<Sampler>>,
     samples: Vec<SampleOutput>,
+    /// The token of each row of the step, for the placeholders of the next.
+    chosen: Vec<u32>,
 }
 
 impl CpuBackend {
@@ -118,8 +120,14 @@ impl CpuBackend {
             .map_err(|e| unsupported(e.to_string()))?;
         let samplers = (0..threads).map(|_| Mutex::new(Sampler::new(ctx.isa))).collect();
         let buffers = CpuBuffers { dtype, threads };
-        let (step, samples) = (ForwardInput::default(), Vec::new());
-        Ok(CpuBackend { ctx, buffers, step, samplers, samples })
+        Ok(CpuBackend {
+            ctx,
+            buffers,
+            step: ForwardInput::default(),
+            samplers,
+            samples: Vec::new(),
+            chosen: Vec::new(),
+        })
     }
 
     /// `num_blocks` blocks of `layout`.
@@ -221,7 +229,7 @@ impl Backend for CpuBackend {
         layout: MatrixLayout,
         n: usize,
         k: usize,
-        read_row: &RowReader<'_>,
+        rows: &dyn WeightRows,
     ) -> Result<CpuMatrix, BackendError> {
         let ff = n / 2;
         let packed_n = CpuBuffers::packed_rows(layout, n);
@@ -238,7 +246,7 @@ impl Backend for CpuBackend {
         packed.set_rows(&self.ctx, 0, packed_n, &|row, out: &mut [f32]| match source(row) {
             None => out.fill(0.0),
             Some(i) => {
-                if let Err(error) = read_row(i, out) {
+                if let Err(error) = rows.read(i, out) {
                     failure.lock().expect("no panic holds it").get_or_insert(error);
                 }
             }
@@ -297,7 +305,7 @@ impl Backend for CpuBackend {
     fn swap_in(
         &mut self,
         kv: &mut KvCache,
-        host: &KvCache,
+        host: &mut KvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), BackendError> {
         kv.copy_blocks_from(&self.ctx, host, pairs);
@@ -306,6 +314,8 @@ impl Backend for CpuBackend {
 
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError> {
         self.step.clone_from(input);
+        self.step.fill_placeholders(&self.chosen);
+        self.chosen.clear();
         self.samples.clear();
         Ok(())
     }
@@ -429,7 +439,7 @@ impl Backend for CpuBackend {
         let items: Vec<_> = logits
             .floats_mut()
             .chunks_exact_mut(vocab)
-            .zip(&batch.rows[rows])
+            .zip(&batch.rows[rows.clone()])
             .filter(|(_, row)| row.target != RowTarget::Nothing)
             .map(|(logits, row)| Mutex::new((&mut logits[..batch.vocab_limit], row, None)))
             .collect();
@@ -440,7 +450,13 @@ impl Backend for CpuBackend {
             *out = Some(sample_row(&mut sampler, logits, row, batch));
         });
         let done = items.into_iter().map(|m| m.into_inner().expect("no panic holds it").2);
-        self.samples.extend(done.map(|out| out.expect("every row was sampled")));
+        let mut done = done.map(|out| out.expect("every row was sampled"));
+        for row in &batch.rows[rows] {
+            let sample = (row.target != RowTarget::Nothing).then(|| done.next()).flatten();
+            let token = sample.as_ref().and_then(|sample| sample.token.ok());
+            self.chosen.push(token.unwrap_or(0));
+            self.samples.extend(sample);
+        }
         Ok(())
     }
 

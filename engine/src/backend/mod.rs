@@ -1,8 +1,14 @@
-//! The backends: `reference`, the specification, and `cpu`, the fast one.
+//! The backends: `reference`, the specification; `cpu`; and `cuda`, for NVIDIA devices.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod options;
 pub mod reference;
 
 pub use cpu::{CpuBackend, CpuBuffers};
+#[cfg(feature = "cuda")]
+pub use cuda::{CudaBackend, CudaBuffers};
+pub use options::{CudaOptions, GemmMode};
 pub use quire_kernels_cpu::Isa;
 pub use reference::{ReferenceBackend, ReferenceBuffers};

@@ -8,7 +8,7 @@
 use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
-    QkvArgs, RowReader, TensorKind,
+    QkvArgs, StepLimits, TensorKind, WeightRows,
 };
 use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use quire_kernels_cpu::Isa;
@@ -46,8 +46,8 @@ impl BufferSizes for ReferenceBuffers {
             .checked_mul(layout.num_blocks)
     }
 
-    fn sampling_bytes(&self, vocab_size: usize) -> Option<usize> {
-        Sampler::max_bytes(vocab_size)
+    fn sampling_bytes(&self, limits: &StepLimits) -> Option<usize> {
+        Sampler::max_bytes(limits.vocab_size)
     }
 }
 
@@ -65,13 +65,20 @@ pub struct ReferenceBackend {
     buffers: ReferenceBuffers,
     step: ForwardInput,
     samples: Vec<SampleOutput>,
+    /// The token of each row of the step, for the placeholders of the next.
+    chosen: Vec<u32>,
 }
 
 impl ReferenceBackend {
     /// A backend whose weights, GEMM inputs and KV are of `dtype`.
     pub fn new(dtype: DType) -> Self {
-        let (step, samples) = (ForwardInput::default(), Vec::new());
-        ReferenceBackend { dtype, buffers: ReferenceBuffers::new(dtype), step, samples }
+        ReferenceBackend {
+            dtype,
+            buffers: ReferenceBuffers::new(dtype),
+            step: ForwardInput::default(),
+            samples: Vec::new(),
+            chosen: Vec::new(),
+        }
     }
 }
 
@@ -237,11 +244,11 @@ impl Backend for ReferenceBackend {
         layout: MatrixLayout,
         n: usize,
         k: usize,
-        read_row: &RowReader<'_>,
+        rows: &dyn WeightRows,
     ) -> Result<RefMatrix, BackendError> {
         let mut data = zeros(self.buffers.matrix_bytes(layout, n, k), "a weight")?;
         for (i, row) in data.chunks_exact_mut(k).enumerate() {
-            read_row(i, row).map_err(BackendError::Source)?;
+            rows.read(i, row).map_err(BackendError::Source)?;
             row.iter_mut().for_each(|x| *x = self.dtype.round(*x));
         }
         Ok(RefMatrix { data, n, k, layout })
@@ -300,7 +307,7 @@ impl Backend for ReferenceBackend {
     fn swap_in(
         &mut self,
         kv: &mut RefKvCache,
-        host: &RefKvCache,
+        host: &mut RefKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), BackendError> {
         kv.copy_from(host, pairs);
@@ -309,6 +316,8 @@ impl Backend for ReferenceBackend {
 
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError> {
         self.step.clone_from(input);
+        self.step.fill_placeholders(&self.chosen);
+        self.chosen.clear();
         self.samples.clear();
         Ok(())
     }
@@ -483,10 +492,13 @@ impl Backend for ReferenceBackend {
         let mut sampler = Sampler::new(Isa::Portable);
         for (i, row) in batch.rows[rows].iter().enumerate() {
             if row.target == RowTarget::Nothing {
+                self.chosen.push(0);
                 continue;
             }
             let logits = &mut logits.row_mut(i)[..batch.vocab_limit];
-            self.samples.push(sample_row(&mut sampler, logits, row, batch));
+            let sample = sample_row(&mut sampler, logits, row, batch);
+            self.chosen.push(sample.token.unwrap_or(0));
+            self.samples.push(sample);
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use crate::config::{DEFAULT_STEP_MS, Measure};
 use crate::ops::{BackendError, BlockTransfers, ForwardInput};
-use crate::runner::{Executor, ExecutorOutput};
+use crate::runner::{Executor, ExecutorOutput, Step};
 use crate::sampling::{RowTarget, SamplingBatch, SamplingRow};
 use crate::scheduler::{Preemption, PreemptionCosts, Scheduler};
 use std::time::{Duration, Instant};
@@ -78,8 +78,12 @@ fn time_step(
     input.logits_indices.push(n as u32 - 1);
     let mut batch = SamplingBatch::default();
     batch.rows.push(SamplingRow { target: RowTarget::Nothing, ..SamplingRow::default() });
+    let step = Step { input: &input, sampling: &batch, capture: &[false] };
+    executor.synchronize()?;
     let start = Instant::now();
-    executor.execute(&input, &batch, &[false], &mut ExecutorOutput::default())?;
+    executor.execute(step, &mut ExecutorOutput::default())?;
+    // Nobody asks for a result of this step, which alone would be waited for.
+    executor.synchronize()?;
     Ok(start.elapsed())
 }
 
@@ -90,7 +94,9 @@ fn time_block(executor: &mut dyn Executor) -> Result<Duration, BackendError> {
     let transfers = BlockTransfers { swap_out: pairs, ..BlockTransfers::default() };
     // The first copy pays for fresh memory.
     executor.transfer(&transfers)?;
+    executor.synchronize()?;
     let start = Instant::now();
     executor.transfer(&transfers)?;
+    executor.synchronize()?;
     Ok(start.elapsed() / blocks.max(1))
 }

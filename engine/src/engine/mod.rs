@@ -51,6 +51,13 @@ pub enum EngineError {
     Backend(#[from] BackendError),
 }
 
+impl EngineError {
+    /// Whether every step from now on would fail, too.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, EngineError::Backend(error) if error.is_lost())
+    }
+}
+
 /// The tokenizer with what the model's files say of its special tokens.
 #[derive(Clone)]
 pub struct TextConfig {
@@ -91,7 +98,9 @@ pub struct Engine {
     /// A step that is computed and not yet applied, where steps are planned ahead.
     ahead: Option<Flight>,
     plan_ahead: bool,
-    /// What a failed step's predecessor brought.
+    /// Why nothing more can be computed.
+    lost: Option<String>,
+    /// What a failed step's predecessor brought, and what ended with the device.
     unreported: StepOutput,
     /// Outputs that wait for the rest of their static batch, and since when.
     withheld: Vec<(Instant, RequestOutput)>,
@@ -118,7 +127,8 @@ impl Engine {
             vocab_size: executor.model().vocab_size.min(text.tokenizer.vocab_size()),
             flight: Flight::default(),
             ahead: None,
-            plan_ahead: config.async_scheduling,
+            plan_ahead: config.async_scheduling.unwrap_or(executor.runs_ahead()),
+            lost: None,
             unreported: StepOutput::default(),
             withheld: Vec::new(),
             executor,
@@ -155,6 +165,11 @@ impl Engine {
     /// The scheduler's limits.
     pub fn limits(&self) -> &SchedulerConfig {
         self.scheduler.config()
+    }
+
+    /// Whether each step is planned before the results of the one before are applied.
+    pub fn async_scheduling(&self) -> bool {
+        self.plan_ahead
     }
 
     /// Where the memory goes.
@@ -250,6 +265,9 @@ impl Engine {
     /// error.
     pub fn add_request(&mut self, request: Request) -> Result<RequestId, RequestError> {
         let arrival = Instant::now();
+        if let Some(reason) = &self.lost {
+            return Err(RequestError::Lost(reason.clone()));
+        }
         request.params.validate(&self.param_limits())?;
         let prompt = match &request.prompt {
             Prompt::Text(text) => self.encode(text)?,

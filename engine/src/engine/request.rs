@@ -66,6 +66,9 @@ impl Request {
 /// Why a request was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum RequestError {
+    /// The device was lost; nothing more can be computed.
+    #[error("no request is taken any more: {0}")]
+    Lost(String),
     /// A sampling parameter is outside its rule.
     #[error(transparent)]
     Param(#[from] ParamError),

@@ -1,15 +1,15 @@
 //! One step: schedule, prepare, execute, apply.
 //!
-//! With `plan_ahead`, a step is planned and prepared before the results of the one before are
-//! applied, as a device needs it that shall never wait for the host; tokens still to be sampled
-//! are filled in from the results of that step.
+//! With `plan_ahead`, a step is planned, prepared and submitted before the results of the one
+//! before are collected and applied, so that a device never waits for the host; tokens still to be
+//! sampled are placeholders, which the backend fills in.
 
 use super::state::Step;
 use super::{Engine, EngineError, FinishReason, RequestOutput, StepOutput};
-use crate::runner::{ExecutorOutput, StepInput, prepare};
+use crate::runner::{self, ExecutorOutput, StepInput, prepare};
 use crate::sampling::{RowError, RowTarget, SampleOutput};
 use crate::scheduler::{self, SeqId, StepPlan};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 /// A step with everything that belongs to it.
@@ -20,58 +20,63 @@ pub(super) struct Flight {
     results: ExecutorOutput,
 }
 
-impl Flight {
-    /// The tokens sampled, by sequence; 0 for a row that failed.
-    fn tokens(&self) -> HashMap<SeqId, u32> {
-        let answered = self.input.sampling.rows.iter().zip(&self.input.owners);
-        let answered = answered.filter(|(row, _)| row.target != RowTarget::Nothing);
-        let sampled = answered.zip(&self.results.samples);
-        let sampled = sampled.filter(|((row, _), _)| row.target == RowTarget::Sample);
-        sampled.map(|((_, owner), sample)| (owner.0, sample.token.unwrap_or(0))).collect()
-    }
-}
-
 impl Engine {
     /// Computes one step and returns what it brought; empty when nothing is left to do.
     ///
     /// # Errors
     /// The backend failed. No token of the step was taken; its sequences are computed anew, as far
-    /// as the prefix cache does not hold what earlier steps computed.
+    /// as the prefix cache does not hold what earlier steps computed. When a device is lost, all
+    /// requests end with that error, which the next call hands out.
     pub fn step(&mut self) -> Result<StepOutput, EngineError> {
         let mut out = std::mem::take(&mut self.unreported);
-        let start = Instant::now();
-        self.scheduler.schedule(&mut self.flight.plan);
-        self.stats.times.schedule += start.elapsed();
-        let planned = !self.flight.plan.is_empty();
-        let before = self.ahead.take();
-        let result = if planned { self.run(before.as_ref()) } else { Ok(()) };
-        // Its arrays serve the step after this one.
-        let spare = before.map(|mut before| {
-            self.apply(&mut before, &mut out);
-            before
-        });
+        let result = self.try_step(&mut out);
         if let Err(error) = result {
+            self.executor.abandon();
             self.scheduler.cancel();
             self.unreported = out;
+            if error.is_lost() {
+                self.end_all(&error);
+            }
             return Err(error);
-        }
-        if planned && self.plan_ahead {
-            self.ahead = Some(std::mem::replace(&mut self.flight, spare.unwrap_or_default()));
-        } else if planned {
-            let mut flight = std::mem::take(&mut self.flight);
-            self.apply(&mut flight, &mut out);
-            self.flight = flight;
         }
         self.complete_idle_step();
         self.withhold(&mut out);
         Ok(out)
     }
 
-    /// Prepares and executes the step that was planned. `before` is the one under way.
-    fn run(&mut self, before: Option<&Flight>) -> Result<(), EngineError> {
+    fn try_step(&mut self, out: &mut StepOutput) -> Result<(), EngineError> {
+        let start = Instant::now();
+        self.scheduler.schedule(&mut self.flight.plan);
+        self.stats.times.schedule += start.elapsed();
+        let planned = !self.flight.plan.is_empty();
+        let mut before = self.ahead.take();
+        let submitted = if planned { self.submit(before.as_ref()) } else { Ok(()) };
+        // Its arrays serve the step after this one.
+        if let Some(before) = &mut before {
+            self.collect(before)?;
+            self.apply(before, out);
+        }
+        submitted?;
+        if planned && self.plan_ahead {
+            self.ahead = Some(std::mem::replace(&mut self.flight, before.unwrap_or_default()));
+        } else if planned {
+            let mut flight = std::mem::take(&mut self.flight);
+            let collected = self.collect(&mut flight);
+            if collected.is_ok() {
+                self.apply(&mut flight, out);
+            }
+            self.flight = flight;
+            collected?;
+        }
+        Ok(())
+    }
+
+    /// Prepares the step that was planned and gives it to the executor. `before` is the one under
+    /// way.
+    fn submit(&mut self, before: Option<&Flight>) -> Result<(), EngineError> {
         self.stats.peak_blocks = self.stats.peak_blocks.max(self.scheduler.pool().num_held());
         let now = Instant::now();
-        let Flight { plan, input, results } = &mut self.flight;
+        let Flight { plan, input, .. } = &mut self.flight;
         for s in &plan.scheduled {
             match self.requests.get_mut(&s.id) {
                 Some(state) => state.scheduled(now),
@@ -84,13 +89,7 @@ impl Engine {
             None => &beams[&beam_of[&id]].rows,
         };
         input.sampling.vocab_limit = self.vocab_size;
-        prepare(plan, &self.scheduler, rows, input);
-        if !input.placeholders.is_empty() {
-            let tokens = before.expect("placeholders have a step before").tokens();
-            for (at, seq) in &input.placeholders {
-                input.forward.token_ids[*at] = tokens[seq];
-            }
-        }
+        prepare(plan, &self.scheduler, rows, before.map(|before| &before.input), input);
         self.stats.times.prepare += now.elapsed();
 
         let start = Instant::now();
@@ -100,17 +99,45 @@ impl Engine {
             self.stats.swap_bytes += (swapped * self.block_bytes) as u64;
         }
         self.stats.times.transfer += start.elapsed();
-        results.samples.clear();
-        results.captured.clear();
         let StepInput { forward, sampling, capture, .. } = &*input;
         if forward.num_tokens() > 0 {
-            self.executor.execute(forward, sampling, capture, results)?;
+            self.executor.submit(runner::Step { input: forward, sampling, capture })?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the results of a step that was submitted.
+    fn collect(&mut self, flight: &mut Flight) -> Result<(), EngineError> {
+        let Flight { plan, input, results } = flight;
+        results.samples.clear();
+        results.captured.clear();
+        if input.forward.num_tokens() > 0 {
+            self.executor.collect(results)?;
             self.stats.times.forward += results.forward_time;
             self.stats.times.sample += results.sample_time;
         }
         self.stats.num_steps += 1;
         self.stats.num_computed_tokens += plan.num_tokens() as u64;
         Ok(())
+    }
+
+    /// Ends every request, as nothing more can be computed.
+    fn end_all(&mut self, error: &EngineError) {
+        let reason = error.to_string();
+        self.lost = Some(reason.clone());
+        let searches: Vec<_> = self.beams.keys().copied().collect();
+        for id in searches {
+            let reason = FinishReason::Error(reason.clone());
+            let outputs = self.finish_search(id, Some(reason));
+            self.unreported.finished.extend(outputs);
+        }
+        let seqs: Vec<SeqId> = self.ids.values().flatten().copied().collect();
+        for seq in seqs {
+            let output = self.finish(seq, FinishReason::Error(reason.clone()), None);
+            self.unreported.finished.push(output);
+        }
+        let withheld = self.withheld.drain(..).map(|(_, output)| output);
+        self.unreported.finished.extend(withheld);
     }
 
     /// Applies the results of a step to scheduler and requests.
@@ -214,7 +241,14 @@ impl Engine {
         if self.ids.is_empty()
             && let Some(mut step) = self.ahead.take()
         {
-            self.apply(&mut step, &mut StepOutput::default());
+            // Nobody asks for what it brought; if it failed, the next step will say so.
+            match self.collect(&mut step) {
+                Ok(()) => self.apply(&mut step, &mut StepOutput::default()),
+                Err(_) => {
+                    self.executor.abandon();
+                    self.scheduler.cancel();
+                }
+            }
         }
     }
 

@@ -32,6 +32,9 @@ pub struct ForwardInput {
     pub max_blocks: usize,
     /// `[R]` tokens whose logits are wanted, ascending.
     pub logits_indices: Vec<u32>,
+    /// Tokens that the step before chooses: (place in `token_ids`, row of that step), no place
+    /// twice. The backend puts them in place; where they are, `token_ids` holds 0.
+    pub placeholders: Vec<(u32, u32)>,
 }
 
 impl ForwardInput {
@@ -46,6 +49,15 @@ impl ForwardInput {
         self.block_table.clear();
         self.max_blocks = max_blocks;
         self.logits_indices.clear();
+        self.placeholders.clear();
+    }
+
+    /// Puts tokens in the place of the placeholders; `chosen` are those of the rows of the step
+    /// before.
+    pub fn fill_placeholders(&mut self, chosen: &[u32]) {
+        for (place, row) in self.placeholders.drain(..) {
+            self.token_ids[place as usize] = chosen[row as usize];
+        }
     }
 
     /// `T`.
@@ -67,6 +79,7 @@ impl ForwardInput {
         assert_eq!(self.query_start_loc[s] as usize, t, "query_start_loc end");
         assert_eq!(self.block_table.len(), s * self.max_blocks, "block_table");
         assert!(self.logits_indices.iter().all(|&i| (i as usize) < t), "logits_indices");
+        assert!(self.placeholders.iter().all(|&(place, _)| (place as usize) < t), "placeholders");
         let slots = (num_blocks * block_size) as i64;
         assert!(self.slot_mapping.iter().all(|&x| (-1..slots).contains(&x)), "slot_mapping range");
         for (i, &len) in self.seq_lens.iter().enumerate() {

@@ -45,9 +45,26 @@ pub enum MatrixLayout {
     GateUp,
 }
 
-/// Reads one row of a weight as f32. Called from several threads.
-pub type RowReader<'a> =
-    dyn Fn(usize, &mut [f32]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> + Sync + 'a;
+/// Why a row of a weight cannot be read.
+pub type ReadError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The rows of a weight, read by several threads. A function that reads rows is one.
+pub trait WeightRows: Sync {
+    /// Reads a row as f32.
+    fn read(&self, row: usize, out: &mut [f32]) -> Result<(), ReadError>;
+
+    /// The bytes of a row as this machine lays out its elements, where they are at hand in a type
+    /// that a backend computes in.
+    fn stored(&self, _row: usize) -> Option<(DType, &[u8])> {
+        None
+    }
+}
+
+impl<F: Fn(usize, &mut [f32]) -> Result<(), ReadError> + Sync> WeightRows for F {
+    fn read(&self, row: usize, out: &mut [f32]) -> Result<(), ReadError> {
+        self(row, out)
+    }
+}
 
 /// Rotary embedding: tables and how pairs are laid out.
 #[derive(Debug)]
@@ -118,6 +135,27 @@ pub struct BackendInfo {
     pub batch_invariant: bool,
 }
 
+/// The largest step a backend is asked for, and the shapes that it depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepLimits {
+    /// Tokens.
+    pub max_tokens: usize,
+    /// Sequences.
+    pub max_seqs: usize,
+    /// Tokens of one sequence.
+    pub max_positions: usize,
+    /// Log-probabilities of the most likely tokens that a row may ask for.
+    pub max_logprobs: usize,
+    /// Tokens of a KV block.
+    pub block_size: usize,
+    /// There is a host cache to swap blocks to.
+    pub swap: bool,
+    /// Columns of the logits.
+    pub vocab_size: usize,
+    /// Query heads.
+    pub num_heads: usize,
+}
+
 /// Errors a backend can return; after any of them in a step the step's results are void.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
@@ -140,6 +178,21 @@ pub enum BackendError {
     /// A weight could not be read.
     #[error(transparent)]
     Source(Box<dyn std::error::Error + Send + Sync>),
+    /// The device failed.
+    #[error("{source}")]
+    Device {
+        /// What it says.
+        source: Box<dyn std::error::Error + Send + Sync>,
+        /// Nothing more can be computed on it in this process.
+        lost: bool,
+    },
+}
+
+impl BackendError {
+    /// Whether every step from now on would fail, too.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, BackendError::Device { lost: true, .. })
+    }
 }
 
 /// The fused operations of a decoder, over tensors the backend owns.
@@ -168,7 +221,7 @@ pub trait Backend: Sized + Send + 'static {
         layout: MatrixLayout,
         n: usize,
         k: usize,
-        read_row: &RowReader<'_>,
+        rows: &dyn WeightRows,
     ) -> Result<Self::Matrix, BackendError>;
 
     /// Uploads a small parameter.
@@ -193,6 +246,12 @@ pub trait Backend: Sized + Send + 'static {
         num_blocks: usize,
     ) -> Result<Self::HostCache, BackendError>;
 
+    /// Allocates what steps need besides the model's own buffers; called once, after the caches
+    /// are there.
+    fn reserve(&mut self, _limits: &StepLimits) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     // ---- between steps ---------------------------------------------------------------------
 
     /// Copies blocks (source, destination) of all layers within the cache. As all transfers, it
@@ -215,13 +274,19 @@ pub trait Backend: Sized + Send + 'static {
     fn swap_in(
         &mut self,
         kv: &mut Self::KvCache,
-        host: &Self::HostCache,
+        host: &mut Self::HostCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), BackendError>;
 
+    /// Waits until all that was asked for is done.
+    fn synchronize(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     // ---- a step ----------------------------------------------------------------------------
 
-    /// Takes the step's metadata. Every op until the next call refers to it.
+    /// Takes the step's metadata and puts tokens in the place of its placeholders. Every op until
+    /// the next call refers to it.
     fn begin_step(&mut self, input: &ForwardInput) -> Result<(), BackendError>;
 
     /// Says which part of the model the ops that follow belong to; for tracing and profiling.
@@ -299,8 +364,28 @@ pub trait Backend: Sized + Send + 'static {
         rows: std::ops::Range<usize>,
     ) -> Result<(), BackendError>;
 
-    /// Waits for the step and appends what [`Backend::sample`] chose, in row order.
+    /// Whether the step that failed just now is worth beginning again at once, as the backend would
+    /// compute it in another way.
+    fn wants_retry(&mut self) -> bool {
+        false
+    }
+
+    /// The step has no more ops.
+    fn end_step(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// Whether a step may begin before [`Backend::read_samples`] was called for the one before.
+    fn runs_ahead(&self) -> bool {
+        false
+    }
+
+    /// Appends what [`Backend::sample`] chose in the oldest step whose samples were not read, in
+    /// row order; waits for it where there is anything to append.
     fn read_samples(&mut self, out: &mut Vec<SampleOutput>) -> Result<(), BackendError>;
+
+    /// Forgets the steps whose samples were not read, and one that did not end.
+    fn abandon_steps(&mut self) {}
 
     /// Rows `x` has now.
     fn num_rows(&self, x: &Self::Tensor) -> usize;

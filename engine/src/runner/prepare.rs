@@ -15,9 +15,6 @@ pub struct StepInput {
     pub capture: Vec<bool>,
     /// The sequence and position each row belongs to; padding rows at the end have none.
     pub owners: Vec<(SeqId, usize)>,
-    /// Tokens, by their place in `forward.token_ids`, that the step before samples for this
-    /// sequence.
-    pub placeholders: Vec<(usize, SeqId)>,
 }
 
 /// What a sequence's request wants of its logits.
@@ -35,11 +32,13 @@ pub trait RowSource {
     ) -> bool;
 }
 
-/// Fills `out` for `plan`, which was made just now; `request` is the owner of a sequence.
+/// Fills `out` for `plan`, which was made just now; `request` is the owner of a sequence and
+/// `before` the input of the step under way, where there is one.
 pub fn prepare<'a, R: RowSource + 'a>(
     plan: &StepPlan,
     scheduler: &Scheduler,
     request: impl Fn(SeqId) -> &'a R,
+    before: Option<&StepInput>,
     out: &mut StepInput,
 ) {
     let block_size = scheduler.config().block_size;
@@ -52,9 +51,17 @@ pub fn prepare<'a, R: RowSource + 'a>(
     out.sampling.clear();
     out.capture.clear();
     out.owners.clear();
-    out.placeholders.clear();
+    let mut sampled = SampledRows { before, next: 0 };
     for s in &plan.scheduled {
-        push_sequence(s, scheduler.sequence(s.id), request(s.id), block_size, out);
+        let sequence = scheduler.sequence(s.id);
+        push_sequence(s, sequence, request(s.id), block_size, out);
+        let end = s.start + s.num_scheduled_tokens;
+        if end > sequence.tokens.len() {
+            // At most one is under way, and it is the last.
+            assert_eq!(end, sequence.tokens.len() + 1, "tokens of {:?}", s.id);
+            let place = out.forward.token_ids.len() as u32 - 1;
+            out.forward.placeholders.push((place, sampled.row_of(s.id)));
+        }
     }
     let mut left = plan.num_padding_tokens;
     while left > 0 {
@@ -68,6 +75,26 @@ pub fn prepare<'a, R: RowSource + 'a>(
         let row = SamplingRow { target: RowTarget::Nothing, ..SamplingRow::default() };
         out.sampling.rows.push(row);
         out.capture.push(false);
+    }
+}
+
+/// Finds the rows in which the step under way chooses tokens.
+struct SampledRows<'a> {
+    before: Option<&'a StepInput>,
+    /// Where the search goes on: sequences keep their order from step to step, mostly.
+    next: usize,
+}
+
+impl SampledRows<'_> {
+    fn row_of(&mut self, seq: SeqId) -> u32 {
+        let before = self.before.expect("placeholders have a step before");
+        let n = before.owners.len();
+        let is_its = |&row: &usize| {
+            before.owners[row].0 == seq && before.sampling.rows[row].target == RowTarget::Sample
+        };
+        let row = (self.next..n).chain(0..self.next.min(n)).find(is_its).expect("a sampled row");
+        self.next = row + 1;
+        row as u32
     }
 }
 
@@ -88,11 +115,7 @@ fn push_sequence(
             out.capture.push(capture);
             out.owners.push((s.id, position));
         }
-        let token = seq.tokens.get(position).copied().unwrap_or_else(|| {
-            out.placeholders.push((input.token_ids.len(), s.id));
-            0
-        });
-        input.token_ids.push(token);
+        input.token_ids.push(seq.tokens.get(position).copied().unwrap_or(0));
         input.positions.push(position as u32);
         input.slot_mapping.push(if position < s.write_from {
             -1

@@ -11,6 +11,9 @@ mod processors;
 mod sampler;
 mod select;
 
+#[cfg(feature = "cuda")]
+pub(crate) use params::GREEDY_BELOW;
+
 pub use beam::{BeamExtension, BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis};
 pub use params::{
     DEFAULT_MAX_LOGPROBS, MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_BEAM_STOP_IDS, MAX_BEAM_WIDTH,
@@ -137,7 +140,7 @@ pub struct SamplingBatch {
     pub rows: Vec<SamplingRow>,
     /// Allowed and suppressed ids that rows refer to.
     pub ids: Vec<u32>,
-    /// (id, bias) that rows refer to.
+    /// (id, bias) that rows refer to; the ids of one row are distinct.
     pub biases: Vec<(u32, f32)>,
     /// Distinct tokens of sequences with penalties.
     pub seen: Vec<SeenToken>,

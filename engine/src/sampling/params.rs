@@ -205,10 +205,18 @@ impl SamplingParams {
         self.beam_width.unwrap_or(self.n)
     }
 
-    /// The bias of each token in `logit_bias`, clamped.
+    /// The bias of each token in `logit_bias`, clamped; of a token that is there twice, their sum.
     pub(crate) fn clamped_bias(&self) -> Vec<(u32, f32)> {
         let clamp = |x: f32| x.clamp(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS);
-        self.logit_bias.iter().map(|&(id, bias)| (id, clamp(bias))).collect()
+        let mut biases: Vec<(u32, f32)> =
+            self.logit_bias.iter().map(|&(id, bias)| (id, clamp(bias))).collect();
+        biases.sort_by_key(|&(id, _)| id);
+        biases.dedup_by(|next, first| {
+            let same = next.0 == first.0;
+            first.1 += if same { next.1 } else { 0.0 };
+            same
+        });
+        biases
     }
 
     /// Checks every field against its rule.

@@ -41,7 +41,8 @@ struct Report {
 pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
     let files = Files::check(&args.report, None, None, &args.model.model)?;
     let model_files = load::open(&args.model.model)?;
-    let mut options = args.model.load_options();
+    let mut setup = args.model.setup()?;
+    let options = &mut setup.options;
     if !args.model.sets_num_seqs() {
         options.engine.max_num_seqs = options.engine.max_num_seqs.max(args.batch_size);
     }
@@ -51,10 +52,10 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
         args.batch_size,
         options.engine.max_num_seqs
     );
-    let mut engine = load::load(&model_files, &options)?;
+    let mut engine = load::load(&model_files, options)?;
     let batch = batch(args, &mut engine, options.engine.seed)?;
     if args.report.shows_memory() {
-        load::show(&engine, &options);
+        load::show(&engine, &setup);
     }
     for _ in 0..args.num_iters_warmup {
         drive::run(&mut engine, &batch, "warming up")?;

@@ -10,6 +10,7 @@ use super::plot::svg;
 use super::predict::{Limits, Shape, StepModel, replay};
 use super::report::{Prediction, Ratio, Report, Run, RunConfig, RunFacts, over};
 use super::table::table;
+use crate::cli::Setup;
 use crate::cli::scheduling::PolicyName;
 use crate::generate::request_line::Defaults;
 use crate::memory::PlanJson;
@@ -17,9 +18,8 @@ use crate::output::{Output, to_json};
 use crate::{Outcome, interrupt, load, params};
 use anyhow::Context;
 use quire_engine::Engine;
-use quire_engine::config::DEFAULT_BATCHED_TOKENS;
 use quire_engine::scheduler::{DEFAULT_AGING_STEPS, Policy, SchedulerConfig};
-use quire_model_zoo::{LoadOptions, ModelFiles};
+use quire_model_zoo::ModelFiles;
 
 /// Runs the command.
 ///
@@ -33,11 +33,10 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     let recommended = params::recommended(&model_files.generation, model)?;
     let defaults = Defaults { prompt: recommended.clone(), chat: recommended };
     let dataset = Dataset::open(&args.dataset, &defaults)?;
-    let options = args.model.load_options();
-    let variants = variants(args, &options);
+    let variants = variants(args, &args.model.setup()?);
     // Before the first run of many, as the last one would fail.
     for variant in &variants {
-        load::plan(&model_files, &variant.options).with_context(|| variant.name.clone())?;
+        load::plan(&model_files, &variant.setup.options).with_context(|| variant.name.clone())?;
     }
     let mut report = Report {
         benchmark: "throughput",
@@ -87,20 +86,21 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
 /// A configuration to run with.
 struct Variant {
     name: String,
-    options: LoadOptions,
+    setup: Setup,
 }
 
 /// Each policy with each block size.
-fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
-    let own = PolicySpec { policy: options.engine.policy.into(), max_num_seqs: None };
+fn variants(args: &ThroughputArgs, setup: &Setup) -> Vec<Variant> {
+    let engine = &setup.options.engine;
+    let own = PolicySpec { policy: engine.policy.into(), max_num_seqs: None };
     let policies = if args.policy.is_empty() { vec![own] } else { args.policy.clone() };
-    let own = options.engine.block_size;
+    let own = engine.block_size;
     let sizes = if args.block_sizes.is_empty() { vec![own] } else { args.block_sizes.clone() };
     let mut variants = Vec::new();
     for spec in &policies {
         for &block_size in &sizes {
-            let mut options = options.clone();
-            let engine = &mut options.engine;
+            let mut setup = setup.clone();
+            let engine = &mut setup.options.engine;
             // Flags that say how priorities age hold for it.
             if PolicyName::from(engine.policy) != spec.policy {
                 engine.policy = spec.policy.policy(DEFAULT_AGING_STEPS);
@@ -111,7 +111,7 @@ fn variants(args: &ThroughputArgs, options: &LoadOptions) -> Vec<Variant> {
             if sizes.len() > 1 {
                 name.push_str(&format!(" block {block_size}"));
             }
-            variants.push(Variant { name, options });
+            variants.push(Variant { name, setup });
         }
     }
     variants
@@ -125,11 +125,12 @@ fn step_model(
     dataset: &Dataset,
     variants: &[Variant],
 ) -> anyhow::Result<Option<StepModel>> {
-    let widest = variants.iter().max_by_key(|variant| variant.options.engine.max_num_seqs);
-    let mut options = widest.expect("there is a variant").options.clone();
+    let widest = variants.iter().max_by_key(|variant| variant.setup.options.engine.max_num_seqs);
+    let mut options = widest.expect("there is a variant").setup.options.clone();
     options.engine.policy = Policy::Fcfs;
     // No budget that an engine may choose is larger.
-    options.engine.max_num_batched_tokens.get_or_insert(DEFAULT_BATCHED_TOKENS);
+    let budget = load::plan(files, &options)?.scheduler.max_num_batched_tokens;
+    options.engine.max_num_batched_tokens = Some(budget);
     let mut engine = load::load(files, &options)?;
     // What cannot run is said before the work.
     dataset.requests(&mut engine, options.engine.seed, args.request_rate)?;
@@ -144,12 +145,13 @@ fn run_variant(
     variant: Variant,
     report: &Report,
 ) -> anyhow::Result<Run> {
-    let Variant { name, options } = variant;
-    let mut engine = load::load(files, &options)?;
+    let Variant { name, setup } = variant;
+    let options = &setup.options;
+    let mut engine = load::load(files, options)?;
     let memory = PlanJson::from(*engine.memory());
     let is_shown = report.runs.last().is_some_and(|run| run.memory.has_parts_of(&memory));
     if args.report.shows_memory() && !is_shown {
-        load::show(&engine, &options);
+        load::show(&engine, &setup);
     }
     let seed = options.engine.seed;
     let requests = dataset.requests(&mut engine, seed, args.request_rate)?;
@@ -164,7 +166,7 @@ fn run_variant(
     interrupt::catch();
     let measured = drive::run(&mut engine, &requests, &name)?;
     let config = RunConfig {
-        async_scheduling: options.engine.async_scheduling,
+        async_scheduling: engine.async_scheduling(),
         seed,
         ..RunConfig::new(engine.limits())
     };

@@ -37,7 +37,8 @@ struct Session {
 pub fn run(args: &ChatArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
     let template = args.chat_template.as_deref().map(conversation::read_template).transpose()?;
-    let mut options = args.model.load_options();
+    let mut setup = args.model.setup()?;
+    let options = &mut setup.options;
     if !args.model.sets_num_seqs() {
         options.engine.max_num_seqs = 1;
     }
@@ -49,14 +50,14 @@ pub fn run(args: &ChatArgs) -> anyhow::Result<Outcome> {
         return Err(refusal(RequestError::NoChatTemplate).context(model.display().to_string()));
     }
     let recommended = params::recommended(&files.generation, model)?;
-    let engine = load::load(&files, &options)?;
+    let engine = load::load(&files, options)?;
     engine.check_chat_template()?;
     // Unlike the continuation of a prompt an answer ends by itself.
     let mut params = SamplingParams { max_tokens: None, ..recommended.clone() };
     args.sampling.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
     if !(args.quiet || args.json) {
-        load::show(&engine, &options);
+        load::show(&engine, &setup);
     }
     let session = Session {
         engine,

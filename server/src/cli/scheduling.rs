@@ -1,6 +1,7 @@
 //! Flags of the scheduler, and what they mean together.
 
-use super::{parse_from, parse_size, parse_whole};
+use super::{parse_from, parse_whole};
+use crate::size::parse_size;
 use clap::error::ErrorKind;
 use clap::{ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 use quire_engine::EngineConfig;
@@ -15,7 +16,7 @@ pub struct Scheduling {
     preemption: PreemptionMode,
     swap_bytes: usize,
     prefix_caching: bool,
-    async_scheduling: bool,
+    async_scheduling: Option<bool>,
 }
 
 #[derive(Args)]
@@ -54,9 +55,12 @@ struct SchedulingArgs {
         value_parser = parse_costs,
     )]
     preemption_costs: Option<PreemptionCosts>,
-    /// Plan each step before the results of the one before are known
-    #[arg(long)]
+    /// Plan each step before the results of the one before are known [default: on CUDA]
+    #[arg(long, action = ArgAction::SetTrue, overrides_with = "no_async_scheduling")]
     async_scheduling: bool,
+    /// Plan each step when they are
+    #[arg(long, action = ArgAction::SetTrue, overrides_with = "async_scheduling")]
+    no_async_scheduling: bool,
 }
 
 /// A [`Policy`] by name.
@@ -141,7 +145,10 @@ impl SchedulingArgs {
             preemption,
             swap_bytes,
             prefix_caching: !self.no_enable_prefix_caching,
-            async_scheduling: self.async_scheduling,
+            async_scheduling: match (self.async_scheduling, self.no_async_scheduling) {
+                (false, false) => None,
+                (on, _) => Some(on),
+            },
         })
     }
 }
@@ -232,7 +239,12 @@ mod tests {
                 "--enable-prefix-caching --no-enable-prefix-caching",
                 EngineConfig { prefix_caching: false, ..default() },
             ),
-            ("--async-scheduling", EngineConfig { async_scheduling: true, ..default() }),
+            ("--async-scheduling", EngineConfig { async_scheduling: Some(true), ..default() }),
+            ("--no-async-scheduling", EngineConfig { async_scheduling: Some(false), ..default() }),
+            (
+                "--no-async-scheduling --async-scheduling",
+                EngineConfig { async_scheduling: Some(true), ..default() },
+            ),
         ] {
             assert_eq!(config(flags), Ok(expected), "{flags}");
         }

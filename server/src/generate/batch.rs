@@ -56,6 +56,8 @@ pub struct BatchOptions {
     pub kept: Kept,
     /// Prints a line about the load on standard error every ten seconds.
     pub log_load: bool,
+    /// A later run may go on with the results: what the loss of a device ends is left to it.
+    pub resumable: bool,
 }
 
 /// A batch under way.
@@ -105,11 +107,12 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Runs to the end, to Ctrl-C or, with `fail_fast`, to the first failure.
+    /// Runs to the end, to Ctrl-C, to the loss of the device or, with `fail_fast`, to the first
+    /// failure.
     ///
     /// # Errors
-    /// The input cannot be read, the output not be written, or a step failed; results that were
-    /// there are written.
+    /// The input cannot be read, the output not be written, or a step failed that the device
+    /// survived; results that were there are written.
     pub fn run(mut self) -> anyhow::Result<Tally> {
         let end = self.run_steps();
         for (id, _) in std::mem::take(&mut self.running) {
@@ -138,9 +141,23 @@ impl<'a> Batch<'a> {
             if self.running.is_empty() && self.source_ended {
                 break;
             }
-            for output in self.engine.step().context("the engine failed")?.finished {
+            let step = match self.engine.step() {
+                Ok(step) => step,
+                Err(error) => {
+                    self.tally.step_failed(error, &self.progress)?;
+                    self.source_ended |= self.tally.lost;
+                    continue;
+                }
+            };
+            self.tally.failed_steps = 0;
+            for output in step.finished {
+                // As after Ctrl-C.
+                let with_device = self.options.resumable
+                    && self.tally.lost
+                    && matches!(output.finish_reason, FinishReason::Error(_))
+                    && self.running.remove(&output.request_id).is_some();
                 // One that ended in the step in which an earlier one failed is cut off too.
-                if self.running.contains_key(&output.request_id) {
+                if !with_device && self.running.contains_key(&output.request_id) {
                     self.take(&output)?;
                 } else {
                     self.tally.aborted(&output);
@@ -210,7 +227,9 @@ impl<'a> Batch<'a> {
     fn failed(&mut self, id: &Value, line: u64, message: &str) -> String {
         self.tally.failed += 1;
         let shown = crate::output::one_line(message);
-        if self.tally.failed <= MAX_SHOWN_ERRORS {
+        if self.tally.lost {
+            // It is one error for all of them, and shown.
+        } else if self.tally.failed <= MAX_SHOWN_ERRORS {
             self.progress.report(&format!("error: {}:{line}: {shown}", self.source_name));
         } else if self.tally.failed == MAX_SHOWN_ERRORS + 1 {
             self.progress.report("note: further errors are in the results only");

@@ -2,6 +2,8 @@
 
 mod batch;
 mod latency;
+#[cfg(test)]
+mod lost_tests;
 pub mod output_file;
 mod progress;
 pub mod request_line;
@@ -10,7 +12,7 @@ mod source;
 mod stream;
 mod summary;
 
-use crate::cli::{Format, GenerateArgs};
+use crate::cli::{Format, GenerateArgs, Setup};
 use crate::output::{Output, counted, one_line, to_json};
 use crate::{Outcome, conversation, interrupt, load, params};
 use anyhow::Context;
@@ -36,19 +38,18 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
     let files = args.input.as_deref().map(|input| open_files(args, input)).transpose()?;
     let model = &args.model.model;
     let template = args.chat_template.as_deref().map(conversation::read_template).transpose()?;
-    let options = args.model.load_options();
+    let setup = args.model.setup()?;
     let mut model_files = load::open(model)?;
     if let Some(template) = template {
         conversation::set_template(&mut model_files, model, template)?;
     }
     let recommended = params::recommended(&model_files.generation, model)?;
-    let mut engine = load::load(&model_files, &options)?;
+    let mut engine = load::load(&model_files, &setup.options)?;
     let mut params = recommended.clone();
     args.apply(&mut params);
     params::check(&params, &recommended, &engine.param_limits(), model)?;
 
     let start = Instant::now();
-    let seed = options.engine.seed;
     let tally = match files {
         Some((input, output)) => {
             let chat = SamplingParams { max_tokens: args.sampling.max_tokens(), ..params.clone() };
@@ -58,11 +59,11 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
                 answer_tokens: model_files.generation.max_new_tokens,
                 ..Default::default()
             };
-            run_batch(args, (input, output), (defaults, seed), batch, &mut engine)?
+            run_batch((args, &setup), (input, output), defaults, batch, &mut engine)?
         }
         None => {
-            begin(args, &engine);
-            let requests = requests(args, &params, seed);
+            begin((args, &setup), &engine);
+            let requests = requests(args, &params, setup.options.engine.seed);
             if args.json {
                 let (name, progress) = ("prompt".to_owned(), Progress::hidden());
                 let output = (Output::stdout(), Format::Jsonl);
@@ -78,9 +79,9 @@ pub fn run(args: &GenerateArgs) -> anyhow::Result<Outcome> {
 }
 
 /// What comes before the first request, once nothing can be refused any more.
-fn begin(args: &GenerateArgs, engine: &Engine) {
+fn begin((args, setup): (&GenerateArgs, &Setup), engine: &Engine) {
     if !(args.quiet || args.json) {
-        load::show(engine, &args.model.load_options());
+        load::show(engine, setup);
     }
     interrupt::catch();
 }
@@ -106,12 +107,13 @@ fn open_files(args: &GenerateArgs, input: &Path) -> anyhow::Result<(Input, Optio
 
 /// Runs the requests of a file. `defaults` and an engine's seed stand for what lines do not say.
 fn run_batch(
-    args: &GenerateArgs,
+    (args, setup): (&GenerateArgs, &Setup),
     (input, output): (Input, Option<OutputFile>),
-    (defaults, seed): (Defaults, u64),
+    defaults: Defaults,
     mut options: BatchOptions,
     engine: &mut Engine,
 ) -> anyhow::Result<Tally> {
+    let seed = setup.options.engine.seed;
     let mut source = Source::lines(input.reader, input.length.is_some(), defaults, seed);
     let results = match &output {
         Some(file) if args.resume => file.content()?,
@@ -125,7 +127,8 @@ fn run_batch(
         }
         None => Resumed::default(),
     };
-    begin(args, engine);
+    begin((args, setup), engine);
+    options.resumable = output.is_some();
     let output = match output {
         Some(file) => file.start(resumed.bytes)?,
         None => Output::stdout(),
@@ -152,6 +155,7 @@ fn report_summary(tally: &Tally, engine: &Engine, start: Instant, json: bool) {
     }
     let why = match () {
         () if interrupt::requested() => "interrupted",
+        () if tally.lost => "stopped, as the device is lost (with --output, --resume goes on)",
         () if tally.stopped => "stopped at the first failure",
         () => return,
     };

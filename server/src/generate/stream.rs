@@ -2,10 +2,10 @@
 //!
 //! All prompts run together; the first unfinished one is shown live, the others wait in memory.
 
+use super::progress::Progress;
 use super::summary::Tally;
 use crate::interrupt;
 use crate::output::{Output, chain, one_line};
-use anyhow::Context;
 use quire_engine::{Engine, FinishReason, Request, RequestId};
 use std::collections::HashMap;
 
@@ -31,7 +31,7 @@ struct Stream {
 /// Runs `requests`, prints their text on `output`, and counts them.
 ///
 /// # Errors
-/// The output cannot be written, or a step failed.
+/// The output cannot be written, or a step failed that the device survived.
 pub fn stream(
     engine: &mut Engine,
     requests: Vec<Request>,
@@ -63,7 +63,14 @@ pub fn stream(
         }
     }
     while engine.num_unfinished() > 0 && !interrupt::requested() {
-        let step = engine.step().context("the engine failed")?;
+        let step = match engine.step() {
+            Ok(step) => step,
+            Err(error) => {
+                tally.step_failed(error, &Progress::hidden())?;
+                continue;
+            }
+        };
+        tally.failed_steps = 0;
         for delta in step.deltas {
             let place = places[&delta.request_id].0 + delta.index;
             stream.prompts[place].pending.push_str(&delta.text);
@@ -81,7 +88,10 @@ pub fn stream(
             }
             if let FinishReason::Error(message) = &output.finish_reason {
                 tally.failed += 1;
-                report_failed(&shown.name, message);
+                // The loss of a device is one error for all of them, and shown.
+                if !tally.lost {
+                    report_failed(&shown.name, message);
+                }
             } else {
                 tally.finished(&output);
             }

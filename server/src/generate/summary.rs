@@ -1,11 +1,19 @@
 //! What a run amounted to: counts, rates, latencies.
 
 use super::latency::{Latencies, Latency};
-use crate::output::{counted, two_columns};
+use super::progress::Progress;
+use crate::output::{counted, one_line, two_columns};
+use anyhow::Context;
 use quire_engine::metrics::EngineStats;
-use quire_engine::{Engine, RequestOutput};
+use quire_engine::{Engine, EngineError, RequestOutput};
 use serde::Serialize;
 use std::time::Duration;
+
+/// What is said when a step fails.
+const STEP_FAILED: &str = "the engine failed";
+
+/// Steps that may fail one after the other before a run gives up: what was short may be there again.
+const MAX_FAILED_STEPS: usize = 3;
 
 /// Counts and latencies of requests, as they end.
 #[derive(Debug, Default)]
@@ -18,6 +26,10 @@ pub struct Tally {
     pub aborted: u64,
     /// The run ended at a failure.
     pub stopped: bool,
+    /// The run ended as nothing more could be computed, which was said.
+    pub lost: bool,
+    /// Steps that failed one after the other.
+    pub failed_steps: usize,
     /// What an earlier run has left.
     pub kept: Kept,
     prompt_tokens: u64,
@@ -62,7 +74,26 @@ impl Tally {
 
     /// A request failed, in this run or the one it goes on with.
     pub fn any_failed(&self) -> bool {
-        self.failed + self.kept.failed > 0
+        self.lost || self.failed + self.kept.failed > 0
+    }
+
+    /// Takes note of a step that failed, and says so: if it cannot be tried again, the next one
+    /// hands out what the engine has ended.
+    ///
+    /// # Errors
+    /// It has been tried often enough.
+    pub fn step_failed(&mut self, error: EngineError, progress: &Progress) -> anyhow::Result<()> {
+        if !error.is_lost() && self.failed_steps < MAX_FAILED_STEPS {
+            self.failed_steps += 1;
+            progress.report(&format!("note: tried again: {}", one_line(&error.to_string())));
+            return Ok(());
+        }
+        if self.lost || !error.is_lost() {
+            return Err(error).context(STEP_FAILED);
+        }
+        self.lost = true;
+        progress.report(&format!("error: {STEP_FAILED}: {}", one_line(&error.to_string())));
+        Ok(())
     }
 
     /// The summary of a run on `engine` that took `wall`.

@@ -4,6 +4,7 @@ use crate::Outcome;
 use crate::cli::VerifyArgs;
 use crate::output::{Output, counted};
 use anyhow::{Context, ensure};
+use quire_engine::backend::CudaOptions;
 use quire_engine::derived_seed;
 use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::trace::{LayerReport, OpDifference, Side, compare};
@@ -46,15 +47,22 @@ pub fn run(
 ) -> anyhow::Result<Outcome> {
     let tokens = tokens(args, files)?;
     let dtype = options.dtype.unwrap_or_else(|| files.default_dtype());
-    let against = Side { backend: args.against, threads: options.threads, isa: None };
-    let side = Side { backend: options.backend, isa: options.isa, threads: options.threads };
+    let choice = args.against.choose();
+    let against = Side {
+        backend: choice.backend,
+        isa: None,
+        threads: options.threads,
+        cuda: CudaOptions { device: choice.device, ..options.cuda },
+    };
+    let LoadOptions { backend, isa, threads, cuda, .. } = *options;
+    let side = Side { backend, isa, threads, cuda };
     let report = compare(files, dtype, &tokens, (against, side))?;
     let first = report.first_difference();
     let mut output = Output::stdout();
     if args.json {
         output.json(&Report {
             model: args.model.model.display().to_string(),
-            against: name(args.against),
+            against: name(against.backend),
             backend: name(side.backend),
             isa: side.isa.map(|isa| isa.to_string()),
             dtype: dtype.to_string(),
@@ -73,7 +81,7 @@ pub fn run(
                 report.bound
             ),
         };
-        let backends = format!("{} against {}", name(side.backend), name(args.against));
+        let backends = format!("{} against {}", name(side.backend), name(against.backend));
         let count = counted(tokens.len() as u64, "token");
         let _ = writeln!(text, "{verdict} ({backends}, {dtype}, {count})");
         output.text(&text)?;
@@ -85,6 +93,7 @@ fn name(backend: BackendKind) -> &'static str {
     match backend {
         BackendKind::Reference => "reference",
         BackendKind::Cpu => "cpu",
+        BackendKind::Cuda => "cuda",
     }
 }
 

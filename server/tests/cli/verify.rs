@@ -43,6 +43,26 @@ fn verify_passes_on_every_backend_and_type() {
 }
 
 #[test]
+fn verify_passes_with_preemption_in_the_middle_and_counts_it() {
+    // The longest sequence fits; two of them do not.
+    let flags = "--json --max-model-len 128 --num-blocks-override 16 --block-size 8 --device cpu";
+    for (mode, kind, other, chunk) in [
+        ("--preemption-mode recompute", "recompute", "swap", "64"),
+        ("--preemption-mode swap --swap-space 8M", "swap", "recompute", "64"),
+        ("--preemption-mode swap --swap-space 8M", "swap", "recompute", "16"),
+    ] {
+        let flags = format!("verify {MODEL} {flags} {mode} --max-num-batched-tokens {chunk}");
+        let output = quire(&flags.split(' ').collect::<Vec<_>>());
+        assert_eq!(output.status.code(), Some(0), "{}{}", stdout(&output), stderr(&output));
+        let report = &json_lines(&stdout(&output))[0];
+        let count = |kind| report[format!("num_preempted_{kind}")].as_u64().unwrap();
+        assert!(count(kind) > 0, "{flags}: {report}");
+        assert_eq!(count(other), 0, "{flags}");
+        assert_eq!((&report["gemm"], &report["graphs"]), (&Value::Null, &Value::Null));
+    }
+}
+
+#[test]
 fn verify_finds_one_changed_logit_or_token() {
     let dir = tempfile::tempdir().unwrap();
     let verify = |golden: &str| quire(&["verify", MODEL, "--golden", golden, "--json"]);

@@ -1,6 +1,7 @@
 //! What a launch did, counted.
 
 use std::collections::{BTreeMap, HashSet};
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// Counts of one launch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -52,7 +53,27 @@ impl Profile {
 /// Counts the sectors of one direction of traffic, for warp instructions and for the running block.
 #[derive(Default)]
 pub(crate) struct Sectors {
-    of_block: HashSet<u64>,
+    of_block: HashSet<u64, BuildHasherDefault<SectorHasher>>,
+}
+
+/// A hash for numbers that nobody chooses to collide: one multiplication.
+#[derive(Default)]
+struct SectorHasher(u64);
+
+impl Hasher for SectorHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(byte.into()));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        // 2^64 by the golden ratio; the table takes its index from the low bits.
+        let product = (self.0 ^ number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        self.0 = product ^ product >> 32;
+    }
 }
 
 impl Sectors {

@@ -86,7 +86,23 @@ impl Shared {
 
     /// The bytes, for a warp.
     pub fn load(&mut self, offset: usize, bytes: usize, warp: usize) -> Result<&[u8], FaultKind> {
-        let range = offset..offset + bytes;
+        // Loops over a known number of bytes are a few vector instructions.
+        match bytes {
+            1 => self.load_sized::<1>(offset, warp),
+            2 => self.load_sized::<2>(offset, warp),
+            4 => self.load_sized::<4>(offset, warp),
+            8 => self.load_sized::<8>(offset, warp),
+            16 => self.load_sized::<16>(offset, warp),
+            _ => unreachable!("a lane loads {bytes} bytes"),
+        }
+    }
+
+    fn load_sized<const BYTES: usize>(
+        &mut self,
+        offset: usize,
+        warp: usize,
+    ) -> Result<&[u8], FaultKind> {
+        let (bytes, range) = (BYTES, offset..offset + BYTES);
         self.check_in_flight(Access::Read, offset, bytes)?;
         let tag = self.interval + warp as u32;
         let interval = self.interval;
@@ -169,6 +185,7 @@ impl Shared {
     }
 
     /// No copy to one of the bytes is under way.
+    #[inline]
     fn check_in_flight(
         &self,
         access: Access,
@@ -193,9 +210,16 @@ impl Shared {
 }
 
 /// The first byte that another warp touched in this interval.
+#[inline]
 fn foreign(tags: &[u32], interval: u32, own: u32) -> Option<usize> {
     let is_foreign = |&tag: &u32| tag >= interval && tag != own;
-    // Almost always there is none, which a loop without exits finds faster.
-    let any = tags.iter().fold(false, |any, tag| any | is_foreign(tag));
-    if any { tags.iter().position(is_foreign) } else { None }
+    // Almost always there is none, which a loop without exits over a known number finds faster.
+    let any = |tags: &[u32]| tags.iter().fold(false, |any, tag| any | is_foreign(tag));
+    let found = match tags.len() {
+        4 => any(&tags[..4]),
+        8 => any(&tags[..8]),
+        16 => any(&tags[..16]),
+        _ => any(tags),
+    };
+    if found { tags.iter().position(is_foreign) } else { None }
 }

@@ -1,19 +1,12 @@
-//! `embed`, `gather_rows`, `copy_blocks`, `swap_out`, `swap_in`, `prepare_inputs`, `commit_step`.
+//! `embed`, `gather_rows`, `copy_blocks`, `swap_out`, `swap_in`, `patch_tokens`.
 
 use quire_ptxsim::CtaOrder;
 use quire_tests::args;
 use quire_tests::ptx::{Element, Gpu, Kernels, Variant};
 use quire_tests::rng::Rng;
 
-pub const TESTED: &[&str] = &[
-    "commit_step",
-    "copy_blocks",
-    "embed",
-    "gather_rows",
-    "prepare_inputs",
-    "swap_in",
-    "swap_out",
-];
+pub const TESTED: &[&str] =
+    &["copy_blocks", "embed", "gather_rows", "patch_tokens", "swap_in", "swap_out"];
 
 const ORDERS: [CtaOrder; 3] = [CtaOrder::Forward, CtaOrder::Reverse, CtaOrder::Shuffled(4)];
 
@@ -170,65 +163,36 @@ fn blocks_beyond_two_to_the_31_words() {
     assert_eq!(gpu.read_i32s(there, 2 * words)[..words], cache(1, 2, words)[words..]);
 }
 
-#[test]
-pub fn inputs_of_a_step() {
+/// Replaces as many ids of a step's 603 by sampled ones, scattered, some sampled ids twice.
+pub fn patch_tokens(patches: usize, order: CtaOrder) {
     let kernels = Kernels::load();
-    let (prepare, commit) = (kernels.only("prepare_inputs"), kernels.only("commit_step"));
-    for order in ORDERS {
-        let (block_shift, table_stride) = (3usize, 80usize);
-        // Sequences of entries 2, 0, 3: 1 row after 9, 600 rows from 0, 2 rows after 15.
-        let (starts, entries, computed) = ([0, 1, 601, 603], [2, 0, 3], [0, 77, 9, 15]);
-        let tables: Vec<i32> = (0..4 * table_stride as i32).map(|i| i * 7 % 320).collect();
-        let mut tables = tables;
-        tables[3 * table_stride + 2] = -1;
-        let mut ids: Vec<u32> = (0..603).collect();
-        ids[0] = u32::MAX;
-        ids[602] = u32::MAX;
-        let mut gpu = Gpu::ordered(order);
-        let token_ids = gpu.u32s("token_ids", &ids);
-        let (positions, slots) = (gpu.empty("positions", 603 * 4), gpu.empty("slots", 603 * 8));
-        let seq_lens = gpu.empty("seq_lens", 12);
-        let (query_start_loc, rows) = (gpu.i32s("starts", &starts), gpu.i32s("entries", &entries));
-        let num_computed = gpu.i32s("num_computed", &computed);
-        let last_tokens = gpu.u32s("last_tokens", &[1000, 1001, 1002, 1003]);
-        let block_tables = gpu.i32s("block_tables", &tables);
-        gpu.launch(
-            &prepare,
-            &[3, 600usize.div_ceil(prepare.constant("BLOCK"))],
-            args![
-                token_ids, positions, slot_mapping: slots, seq_lens, query_start_loc, entries: rows,
-                num_computed, last_tokens, block_tables, table_stride, block_shift,
-            ],
-        );
-        let got_slots = gpu.read_i64s(slots, 603);
-        let got_positions = gpu.read_i32s(positions, 603);
-        for (seq, &entry) in entries.iter().enumerate() {
-            for row in starts[seq]..starts[seq + 1] {
-                let position = computed[entry as usize] + row - starts[seq];
-                assert_eq!(got_positions[row as usize], position);
-                let block = tables[entry as usize * table_stride + (position >> 3) as usize];
-                let slot = i64::from(block) * 8 + i64::from(position % 8);
-                let want = if block < 0 { -1 } else { slot };
-                assert_eq!(got_slots[row as usize], want, "row {row}");
-            }
-        }
-        assert_eq!(gpu.read_i32s(seq_lens, 3), [10, 600, 17]);
-        ids[0] = 1002;
-        ids[602] = 1003;
-        let got: Vec<u32> = gpu.read_i32s(token_ids, 603).iter().map(|&id| id as u32).collect();
-        assert_eq!(got, ids);
+    let patch = kernels.only("patch_tokens");
+    let ids: Vec<u32> = (0..603).collect();
+    let sampled: Vec<u32> = (0..200).map(|i| 1_000_000 + i).collect();
+    let places: Vec<usize> = (0..patches).map(|i| (7 * i + 3) % ids.len()).collect();
+    let rows: Vec<usize> = (0..patches).map(|i| (3 * i + 1) % sampled.len()).collect();
+    let indices = |of: &[usize]| of.iter().map(|&i| i as i32).collect::<Vec<_>>();
+    let mut gpu = Gpu::ordered(order);
+    let token_ids = gpu.u32s("token_ids", &ids);
+    let source = gpu.u32s("sampled", &sampled);
+    let (to, from) = (gpu.i32s("places", &indices(&places)), gpu.i32s("rows", &indices(&rows)));
+    gpu.launch(
+        &patch,
+        &[patches.div_ceil(patch.constant("BLOCK"))],
+        args![token_ids, sampled: source, places: to, rows: from, num_patches: patches],
+    );
+    let mut want = ids;
+    for (&place, &row) in places.iter().zip(&rows) {
+        want[place] = sampled[row];
+    }
+    let got = gpu.read_i32s(token_ids, want.len());
+    let got: Vec<u32> = got.into_iter().map(|id| id as u32).collect();
+    assert_eq!(got, want, "{patches} patches");
+}
 
-        let sampled = gpu.u32s("sampled", &[501, 502]);
-        let sample_rows = gpu.i32s("sample_rows", &[1, -1, 0]);
-        gpu.launch(
-            &commit,
-            &[1],
-            args![
-                num_computed, last_tokens, query_start_loc, entries: rows, sampled, sample_rows,
-                num_seqs: 3usize,
-            ],
-        );
-        assert_eq!(gpu.read_i32s(num_computed, 4), [600, 77, 10, 17]);
-        assert_eq!(gpu.read_i32s(last_tokens, 4), [1000, 1001, 502, 501]);
+#[test]
+fn patched_tokens() {
+    for (patches, order) in [(1, ORDERS[0]), (256, ORDERS[1]), (300, ORDERS[2]), (603, ORDERS[1])] {
+        patch_tokens(patches, order);
     }
 }

@@ -261,7 +261,7 @@ impl Report {
             &[("P", 3), ("blocks", 2), ("layers", 3), ("block_bytes", 4 * 1040)],
             memory::copied_and_swapped_blocks,
         );
-        self.run(&[("T", 603), ("S", 3)], memory::inputs_of_a_step);
+        self.run(&[("patches", 300)], || memory::patch_tokens(300, CtaOrder::Forward));
     }
 
     fn sampling(&mut self, kernels: &Kernels) {

@@ -8,6 +8,7 @@ use quire_engine::sampling::{
 use quire_kernels_cpu::Isa;
 use quire_ptxsim::CtaOrder;
 use quire_tests::args;
+use quire_tests::conformance::assert_samples;
 use quire_tests::ptx::{Element, Gpu, Kernels};
 use quire_tests::rng::Rng;
 use std::ops::Range;
@@ -330,35 +331,9 @@ pub fn row(i: usize) -> SamplingRow {
     SamplingRow { seed, position: 100 * i as u32, ..SamplingRow::default() }
 }
 
-/// The CPU sums exponentials in f32, the kernels in fixed point.
-const LOGPROB_ERROR: f32 = 2e-5;
-
-/// Asserts the CPU's tokens and refusals, and its log-probabilities within their error.
-fn assert_expected(batch: &SamplingBatch, got: &[SampleOutput], want: &[SampleOutput]) {
-    assert_eq!(got.len(), want.len());
-    for (i, (got, want)) in got.iter().zip(want).enumerate() {
-        let row = &batch.rows[i];
-        assert_eq!(got.token, want.token, "row {i}: {row:?}");
-        let all = |output: &SampleOutput| -> Vec<TokenLogprob> {
-            let all = output
-                .logprobs
-                .iter()
-                .flat_map(|l| std::iter::once(l.sampled).chain(l.top.clone()));
-            all.collect()
-        };
-        let (got, want) = (all(got), all(want));
-        assert_eq!(got.len(), want.len(), "row {i}: {row:?}");
-        for (got, want) in got.iter().zip(&want) {
-            let close =
-                (got.logprob - want.logprob).abs() <= LOGPROB_ERROR || got.logprob == want.logprob;
-            assert!(got.token == want.token && close, "row {i}: {got:?} is not {want:?}");
-        }
-    }
-}
-
 fn check(kernels: &Kernels, batch: &SamplingBatch, logits: &[f32]) {
     let got = sample(kernels, batch, logits, CtaOrder::Forward);
-    assert_expected(batch, &got, &expected(batch, logits));
+    assert_samples(&got, &expected(batch, logits));
     assert_eq!(sample(kernels, batch, logits, CtaOrder::Shuffled(5)), got, "another order");
     // The last row alone.
     let stride = logits.len() / batch.rows.len();
@@ -394,7 +369,7 @@ fn a_vocabulary_of_151936() {
     let logits = logits(rows.len(), VOCAB, VOCAB, 11);
     let batch = SamplingBatch { rows, vocab_limit: VOCAB, ..SamplingBatch::default() };
     let got = sample(&kernels, &batch, &logits, CtaOrder::Reverse);
-    assert_expected(&batch, &got, &expected(&batch, &logits));
+    assert_samples(&got, &expected(&batch, &logits));
 }
 
 #[test]

@@ -127,9 +127,14 @@ fn special_value(special: Special, context: &Context<'_, '_>) -> Lanes {
 
 /// An element from memory as it stands in a register of `bits`.
 pub(super) fn read_element(bytes: &[u8], element: Element, bits: u32) -> u64 {
-    let mut word = [0; 8];
-    word[..element.bytes].copy_from_slice(&bytes[..element.bytes]);
-    let value = u64::from_le_bytes(word);
+    // Copies of known sizes are not calls.
+    let value = match (element.bytes, bytes) {
+        (1, &[a, ..]) => a.into(),
+        (2, &[a, b, ..]) => u16::from_le_bytes([a, b]).into(),
+        (4, &[a, b, c, d, ..]) => u32::from_le_bytes([a, b, c, d]).into(),
+        (8, &[a, b, c, d, e, f, g, h, ..]) => u64::from_le_bytes([a, b, c, d, e, f, g, h]),
+        _ => unreachable!("an element of {} in {} bytes", element.bytes, bytes.len()),
+    };
     if !element.signed {
         return value;
     }

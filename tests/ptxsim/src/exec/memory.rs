@@ -6,12 +6,15 @@ use super::lanewise::read_element;
 use super::registers::Registers;
 use super::warp::Context;
 use super::{LaneFault, lanes};
-use crate::alu::Lanes;
+use crate::alu::{LANES, Lanes};
 use crate::error::{Access, FaultKind};
 use crate::program::{Address, Kernel, Load, Op, Store};
 
 /// The largest access of a lane, in bytes.
 const MAX_BYTES: usize = 16;
+
+/// The most elements that a lane loads at once.
+const MAX_ELEMENTS: usize = 4;
 
 /// The address of each lane, of which those in `mask` must be defined.
 fn addresses(
@@ -22,6 +25,42 @@ fn addresses(
 ) -> Result<Lanes, LaneFault> {
     let base = r.defined(kernel, address.base, mask, "address")?;
     Ok(base.map(|base| base.wrapping_add(address.offset as u64)))
+}
+
+/// What the lanes of a load get, by element.
+struct Loaded {
+    values: [Lanes; MAX_ELEMENTS],
+    undefined: [u32; MAX_ELEMENTS],
+}
+
+impl Default for Loaded {
+    fn default() -> Self {
+        Loaded { values: [[0; LANES]; MAX_ELEMENTS], undefined: [0; MAX_ELEMENTS] }
+    }
+}
+
+impl Loaded {
+    fn set_values(&mut self, lane: usize, load: &Load, data: &[u8]) {
+        let elements = data.chunks_exact(load.element.bytes);
+        for (values, element) in self.values.iter_mut().zip(elements) {
+            values[lane] = read_element(element, load.element, load.dst_bits);
+        }
+    }
+
+    fn set_undefined(&mut self, lane: usize, load: &Load, is_undefined: impl Fn(usize) -> bool) {
+        let elements = load.dsts.len();
+        for (i, undefined) in self.undefined.iter_mut().enumerate().take(elements) {
+            *undefined |= u32::from(is_undefined(i)) << lane;
+        }
+    }
+
+    fn write(&self, r: &mut Registers, load: &Load, mask: u32) {
+        for (i, dst) in load.dsts.iter().enumerate() {
+            if let Some(dst) = *dst {
+                r.write(dst, mask, &self.values[i], self.undefined[i]);
+            }
+        }
+    }
 }
 
 pub(super) fn load_global(
@@ -35,18 +74,18 @@ pub(super) fn load_global(
     let addresses = addresses(r, machine.kernel, load.address, mask)?;
     let size = load.element.bytes;
     let bytes = size * load.dsts.len();
+    let mut loaded = Loaded::default();
     for lane in lanes(mask) {
         let fault = LaneFault::at(lane);
         let span =
             machine.memory.check(Access::Read, addresses[lane], bytes, bytes).map_err(&fault)?;
         let data = machine.memory.load(span, by).map_err(&fault)?;
-        for (i, dst) in load.dsts.iter().enumerate() {
-            let Some(dst) = *dst else { continue };
-            let value = read_element(&data[i * size..], load.element, load.dst_bits);
-            let defined = machine.memory.is_defined(span.element(i, size));
-            r.write_lane(dst, lane, value, defined);
+        loaded.set_values(lane, load, data);
+        if !machine.memory.is_defined(span) {
+            loaded.set_undefined(lane, load, |i| !machine.memory.is_defined(span.element(i, size)));
         }
     }
+    loaded.write(r, load, mask);
     let traffic = &mut machine.profile.global;
     traffic.read_bytes += bytes as u64 * u64::from(mask.count_ones());
     traffic.read_sectors += machine.read.touch(lanes(mask).map(|lane| addresses[lane]));
@@ -63,19 +102,18 @@ pub(super) fn load_shared(
     let addresses = addresses(r, machine.kernel, load.address, mask)?;
     let size = load.element.bytes;
     let bytes = size * load.dsts.len();
+    let mut loaded = Loaded::default();
     for lane in lanes(mask) {
         let fault = LaneFault::at(lane);
         let offset = machine.shared.check(Access::Read, addresses[lane], bytes).map_err(&fault)?;
-        let mut data = [0; MAX_BYTES];
-        let loaded = machine.shared.load(offset, bytes, context.warp).map_err(&fault)?;
-        data[..bytes].copy_from_slice(loaded);
-        for (i, dst) in load.dsts.iter().enumerate() {
-            let Some(dst) = *dst else { continue };
-            let value = read_element(&data[i * size..], load.element, load.dst_bits);
-            let defined = machine.shared.is_defined(offset + i * size, size);
-            r.write_lane(dst, lane, value, defined);
+        let data = machine.shared.load(offset, bytes, context.warp).map_err(&fault)?;
+        loaded.set_values(lane, load, data);
+        if !machine.shared.is_defined(offset, bytes) {
+            let is_defined = |i: usize| machine.shared.is_defined(offset + i * size, size);
+            loaded.set_undefined(lane, load, |i| !is_defined(i));
         }
     }
+    loaded.write(r, load, mask);
     machine.profile.shared.read_bytes += bytes as u64 * u64::from(mask.count_ones());
     Ok(())
 }
@@ -151,7 +189,7 @@ pub(super) fn store_global(
         let fault = LaneFault::at(lane);
         let address = writes.addresses[lane];
         let span = machine.memory.check(Access::Write, address, bytes, bytes).map_err(&fault)?;
-        machine.memory.store(span, writes.of(lane), Some(by)).map_err(&fault)?;
+        machine.memory.store(span, writes.of(lane), by).map_err(&fault)?;
     }
     let traffic = &mut machine.profile.global;
     traffic.written_bytes += bytes as u64 * u64::from(mask.count_ones());

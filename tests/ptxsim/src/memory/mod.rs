@@ -8,18 +8,35 @@
 //! address = (n + 1) << 40 | 1 << 39 + offset          n: number of the allocation
 //! ```
 //!
-//! Every byte knows whether it was ever written, and who of the running launch wrote it.
+//! Every byte knows whether it was ever written, and who of the running launch wrote it. The place
+//! of an allocation that was given back stays empty for a while, so that a stale address is found.
+
+mod marks;
+
+use std::collections::VecDeque;
+use std::ops::Range;
 
 use crate::SimError;
 use crate::error::{Access, FaultKind, Space};
+use marks::{Marks, Tags};
 
 const REGION_BITS: u32 = 40;
 const MIDDLE: u64 = 1 << (REGION_BITS - 1);
+
+/// Freed allocations whose places are not reused yet.
+const QUARANTINE: usize = 1024;
+
+/// What the host gets for bytes that nothing has written: NaN in every float format.
+const UNDEFINED: u8 = 0xff;
 
 /// Device memory.
 #[derive(Debug, Default)]
 pub struct Memory {
     allocations: Vec<Allocation>,
+    /// The freed ones, oldest first.
+    freed: VecDeque<usize>,
+    /// Number of the running launch.
+    launch: u64,
 }
 
 #[derive(Debug)]
@@ -27,14 +44,43 @@ struct Allocation {
     name: String,
     base: u64,
     data: Vec<u8>,
-    /// Per byte: written at least once. `None`: all are.
-    written: Option<Vec<bool>>,
-    /// Per byte: the [`Toucher::tag`] of who wrote it in the running launch, or 0.
-    writers: Option<Vec<u64>>,
+    /// The bytes that were written at least once. `None`: all are.
+    written: Option<Marks>,
+    /// Nothing was written yet: all bytes are 0, and take no memory.
+    fresh: bool,
+    /// The [`Toucher::tag`] of who wrote a byte in the running launch.
+    writers: Tags,
     freed: bool,
 }
 
 impl Allocation {
+    fn put(&mut self, span: Span, data: &[u8]) {
+        self.data[span.range()].copy_from_slice(data);
+        self.mark(span);
+    }
+
+    /// The bytes are written.
+    fn mark(&mut self, span: Span) {
+        self.fresh = false;
+        if span.bytes == self.data.len() {
+            self.written = None;
+        } else if let Some(written) = &mut self.written {
+            written.mark(span.range());
+        }
+    }
+
+    /// Which of the bytes are written.
+    fn remark(&mut self, span: Span, marks: &Marks) {
+        self.fresh = false;
+        let len = self.data.len();
+        let written = self.written.get_or_insert_with(|| {
+            let mut all = Marks::new(len);
+            all.mark(0..len);
+            all
+        });
+        written.splice(span.range(), marks);
+    }
+
     /// Index of a byte, which need not be inside.
     fn offset(&self, address: u64) -> i128 {
         i128::from(address) - i128::from(self.base)
@@ -83,6 +129,10 @@ pub(crate) struct Span {
 }
 
 impl Span {
+    fn range(self) -> Range<usize> {
+        self.offset..self.offset + self.bytes
+    }
+
     /// Element `index` of `bytes` bytes.
     pub fn element(self, index: usize, bytes: usize) -> Span {
         let offset = index * bytes;
@@ -102,58 +152,112 @@ impl Memory {
         self.push(name, data.to_vec(), None)
     }
 
-    /// Allocates `bytes` that are an error to use before something has written them.
+    /// Allocates `bytes` that are an error to use before something has written them. Costs host
+    /// memory as they are touched.
     pub fn alloc_uninit(&mut self, name: &str, bytes: usize) -> u64 {
-        self.push(name, vec![0xa5; bytes], Some(vec![false; bytes]))
+        self.push(name, vec![0; bytes], Some(Marks::new(bytes)))
     }
 
-    fn push(&mut self, name: &str, data: Vec<u8>, written: Option<Vec<bool>>) -> u64 {
-        let base = (self.allocations.len() as u64 + 1) << REGION_BITS | MIDDLE;
+    fn push(&mut self, name: &str, data: Vec<u8>, written: Option<Marks>) -> u64 {
+        let reusable = self.freed.len() > QUARANTINE;
+        let reused = if reusable { self.freed.pop_front() } else { None };
+        let place = reused.unwrap_or(self.allocations.len());
+        let base = (place as u64 + 1) << REGION_BITS | MIDDLE;
         let name = name.into();
-        self.allocations.push(Allocation {
+        let new = Allocation {
             name,
             base,
             data,
+            fresh: written.is_some(),
             written,
-            writers: None,
+            writers: Tags::default(),
             freed: false,
-        });
+        };
+        match reused {
+            Some(place) => self.allocations[place] = new,
+            None => self.allocations.push(new),
+        }
         base
     }
 
     /// Gives an allocation back; `address` is its start.
     pub fn free(&mut self, address: u64) -> Result<(), SimError> {
-        let found = self.find(address).map(|i| &mut self.allocations[i]);
-        match found.filter(|found| found.base == address && !found.freed) {
-            Some(found) => {
-                found.freed = true;
-                found.data = Vec::new();
-                Ok(())
-            }
-            None => Err(SimError::Host(format!("free of {address:#x}, no allocation's start"))),
-        }
+        let place = self.find(address).filter(|&place| {
+            let found = &self.allocations[place];
+            found.base == address && !found.freed
+        });
+        let place = place.ok_or_else(|| {
+            SimError::Host(format!("free of {address:#x}, no allocation's start"))
+        })?;
+        let found = &mut self.allocations[place];
+        found.freed = true;
+        (found.data, found.written, found.writers) = (Vec::new(), None, Tags::default());
+        self.freed.push_back(place);
+        Ok(())
     }
 
     /// Copies from the host.
     pub fn write(&mut self, address: u64, data: &[u8]) -> Result<(), SimError> {
         let span = self.host_span(Access::Write, address, data.len())?;
-        self.store(span, data, None).map_err(|kind| SimError::Host(kind.to_string()))
+        self.allocations[span.allocation].put(span, data);
+        Ok(())
     }
 
     /// `bytes` bytes, all of which something has written.
     pub fn read(&self, address: u64, bytes: usize) -> Result<&[u8], SimError> {
         let span = self.host_span(Access::Read, address, bytes)?;
         let allocation = &self.allocations[span.allocation];
-        let unwritten = allocation.written.as_ref().and_then(|written| {
-            written[span.offset..][..bytes].iter().position(|written| !written)
-        });
-        match unwritten {
+        let marks = allocation.written.as_ref();
+        match marks.and_then(|marks| marks.first_unmarked(span.range())) {
             Some(at) => {
-                let place = allocation.describe(address + at as u64, 1);
+                let place = allocation.describe(allocation.base + at as u64, 1);
                 Err(SimError::Host(format!("nothing was written to {place}")))
             }
-            None => Ok(&allocation.data[span.offset..][..bytes]),
+            None => Ok(&allocation.data[span.range()]),
         }
+    }
+
+    /// Copies to the host; bytes that nothing has written come out as `0xff`.
+    pub fn read_lossy(&self, address: u64, into: &mut [u8]) -> Result<(), SimError> {
+        let span = self.host_span(Access::Read, address, into.len())?;
+        let allocation = &self.allocations[span.allocation];
+        into.copy_from_slice(&allocation.data[span.range()]);
+        if let Some(marks) = allocation.written.as_ref().filter(|m| !m.all(span.range())) {
+            let unmarked = (0..into.len()).filter(|i| !marks.is_marked(span.offset + i));
+            unmarked.for_each(|i| into[i] = UNDEFINED);
+        }
+        Ok(())
+    }
+
+    /// Copies within the memory. What is undefined stays so.
+    pub fn copy(&mut self, to: u64, from: u64, bytes: usize) -> Result<(), SimError> {
+        let target = self.host_span(Access::Write, to, bytes)?;
+        let source = self.host_span(Access::Read, from, bytes)?;
+        let allocation = &self.allocations[source.allocation];
+        let data = allocation.data[source.range()].to_vec();
+        let marks = allocation.written.as_ref().map(|marks| marks.slice(source.range()));
+        let allocation = &mut self.allocations[target.allocation];
+        allocation.put(target, &data);
+        if let Some(marks) = marks.filter(|marks| !marks.all(0..bytes)) {
+            allocation.remark(target, &marks);
+        }
+        Ok(())
+    }
+
+    /// Repeats `pattern` over `bytes` bytes, a multiple of its length.
+    pub fn fill(&mut self, address: u64, pattern: &[u8], bytes: usize) -> Result<(), SimError> {
+        let span = self.host_span(Access::Write, address, bytes)?;
+        let allocation = &mut self.allocations[span.allocation];
+        match pattern {
+            [0] if allocation.fresh => {}
+            [byte] => allocation.data[span.range()].fill(*byte),
+            _ => {
+                let elements = allocation.data[span.range()].chunks_exact_mut(pattern.len());
+                elements.for_each(|element| element.copy_from_slice(pattern));
+            }
+        }
+        allocation.mark(span);
+        Ok(())
     }
 
     /// Whether something has written each of `bytes` bytes.
@@ -223,30 +327,17 @@ impl Memory {
     /// Whether all of the bytes were written.
     pub(crate) fn is_defined(&self, span: Span) -> bool {
         let written = self.allocations[span.allocation].written.as_ref();
-        written.is_none_or(|written| written[span.offset..][..span.bytes].iter().all(|&w| w))
+        written.is_none_or(|written| written.all(span.range()))
     }
 
-    /// Writes; `by` is who, where a kernel does it.
-    pub(crate) fn store(
-        &mut self,
-        span: Span,
-        data: &[u8],
-        by: Option<Toucher>,
-    ) -> Result<(), FaultKind> {
-        if let Some(by) = by {
-            self.check_writers(Access::Write, span, by, Some(data))?;
-        }
+    /// Writes, for a lane of a kernel.
+    pub(crate) fn store(&mut self, span: Span, data: &[u8], by: Toucher) -> Result<(), FaultKind> {
+        self.check_writers(Access::Write, span, by, Some(data))?;
+        let launch = self.launch;
         let allocation = &mut self.allocations[span.allocation];
-        let range = span.offset..span.offset + span.bytes;
-        allocation.data[range.clone()].copy_from_slice(data);
-        if let Some(written) = &mut allocation.written {
-            written[range.clone()].fill(true);
-        }
-        if let Some(by) = by {
-            let len = allocation.data.len();
-            let writers = allocation.writers.get_or_insert_with(|| vec![0; len]);
-            writers[range].fill(by.tag());
-        }
+        allocation.put(span, data);
+        let len = allocation.data.len();
+        allocation.writers.set(launch, span.offset, span.bytes, by.tag(), len);
         Ok(())
     }
 
@@ -260,14 +351,13 @@ impl Memory {
         data: Option<&[u8]>,
     ) -> Result<(), FaultKind> {
         let allocation = &self.allocations[span.allocation];
-        let Some(writers) = &allocation.writers else { return Ok(()) };
-        let range = span.offset..span.offset + span.bytes;
+        let writers = allocation.writers.get(self.launch, span.offset, span.bytes);
+        let Some(writers) = writers else { return Ok(()) };
         let tag = by.tag();
         let races = |writer: u64| {
             let same_block = writer >> 32 == tag >> 32;
             writer != 0 && writer != tag && (!same_block || writer >> 6 == tag >> 6)
         };
-        let writers = &writers[range.clone()];
         let Some(at) = writers.iter().position(|&writer| races(writer)) else { return Ok(()) };
         let writer = writers[at];
         let address = allocation.base + (span.offset + at) as u64;
@@ -276,7 +366,7 @@ impl Memory {
             let by = (writer >> 32) as u32 - 1;
             return Err(FaultKind::CtaRace { access, address, place, by });
         }
-        if data == Some(&allocation.data[range]) {
+        if data == Some(&allocation.data[span.range()]) {
             return Ok(());
         }
         let by = (writer & 63) as usize;
@@ -285,8 +375,6 @@ impl Memory {
 
     /// A new launch: what earlier ones wrote is no race.
     pub(crate) fn begin_launch(&mut self) {
-        for allocation in &mut self.allocations {
-            allocation.writers = None;
-        }
+        self.launch += 1;
     }
 }
