@@ -13,17 +13,22 @@ mod system;
 pub use system::SystemMemory;
 
 use crate::model::ModelInfo;
-use crate::ops::{DType, KvLayout, MatrixLayout, StepLimits, TensorKind};
+use crate::ops::{DType, KvLayout, MatrixShape, StepLimits, TensorKind};
 use serde::Serialize;
 
 /// What the buffers of a backend take, in bytes; the backend allocates by the same numbers.
 /// `None`: more than an address can name.
 pub trait BufferSizes {
-    /// Type of weights, GEMM inputs and KV.
+    /// Type of GEMM inputs, KV and the weights that are not quantised.
     fn dtype(&self) -> DType;
 
-    /// A weight of `n` rows and `k` columns, packed.
-    fn matrix_bytes(&self, layout: MatrixLayout, n: usize, k: usize) -> Option<usize>;
+    /// A weight, packed.
+    fn matrix_bytes(&self, matrix: &MatrixShape) -> Option<usize>;
+
+    /// The quantised format a weight is kept in, as users call it.
+    fn quantised_as(&self, _matrix: &MatrixShape) -> Option<&'static str> {
+        None
+    }
 
     /// A small f32 parameter.
     fn vector_bytes(&self, len: usize) -> Option<usize> {
@@ -39,8 +44,14 @@ pub trait BufferSizes {
     /// Most that choosing tokens takes.
     fn sampling_bytes(&self, limits: &StepLimits) -> Option<usize>;
 
-    /// What steps take besides the model's own buffers, with a KV cache of `layout`.
-    fn step_bytes(&self, _limits: &StepLimits, _layout: &KvLayout) -> Option<usize> {
+    /// What steps of a model with these weights take besides the model's own buffers, with a KV
+    /// cache of `layout`.
+    fn step_bytes(
+        &self,
+        _limits: &StepLimits,
+        _layout: &KvLayout,
+        _matrices: &[MatrixShape],
+    ) -> Option<usize> {
         Some(0)
     }
 
@@ -55,7 +66,7 @@ pub trait ModelMemory {
     /// The model's sizes.
     fn info(&self) -> &ModelInfo;
 
-    /// Type of weights, GEMM inputs and KV.
+    /// Type of GEMM inputs, KV and the weights that are not quantised.
     fn dtype(&self) -> DType;
 
     /// All but the KV blocks, for steps within `limits`. `None`: more than an address can name.

@@ -15,7 +15,7 @@ use crate::simd::{Kernel, LANES, Simd, dispatch};
 use crate::tile::{PanelTile, by_rows, panel_tile, tile_rows};
 
 /// Rows of a block at most: its sums stay in the L1 cache beside the streams.
-const BLOCK_ROWS: usize = 96;
+pub(crate) const BLOCK_ROWS: usize = 96;
 
 /// Words along K of a chunk when few rows share it: 32 KiB of a panel, which stays in L1.
 const NARROW_CHUNK: usize = 128;
@@ -41,7 +41,7 @@ pub enum Epilogue<'a> {
     },
     /// `out = silu(gate) · up`, for weights packed by [`crate::gate_up_row`].
     SiluMul {
-        /// `[M][words(n_ff)]` words of the weights' type.
+        /// `[M][words(n_ff)]` words of the type of `x`.
         out: &'a mut [u32],
         /// Width of the MLP.
         n_ff: usize,
@@ -49,13 +49,13 @@ pub enum Epilogue<'a> {
 }
 
 /// [`Epilogue`] as the workers share it.
-enum Sink<'a> {
+pub(crate) enum Sink<'a> {
     Rows(RowSink<'a>),
     SiluMul(SiluSink<'a>),
 }
 
 /// `[M][n]` outputs, replaced or added to.
-struct RowSink<'a> {
+pub(crate) struct RowSink<'a> {
     bias: Option<&'a [f32]>,
     out: SharedMut<'a, f32>,
     n: usize,
@@ -63,7 +63,7 @@ struct RowSink<'a> {
 }
 
 /// `[M][words(n_ff)]` outputs.
-struct SiluSink<'a> {
+pub(crate) struct SiluSink<'a> {
     out: SharedMut<'a, u32>,
     n_ff: usize,
 }
@@ -74,16 +74,7 @@ struct SiluSink<'a> {
 pub fn gemm(ctx: &Ctx, x: &[u32], m: usize, w: &PackedMatrix, ep: Epilogue<'_>) {
     let (n, words) = (w.n(), w.dtype().words(w.k()));
     assert_eq!(x.len(), m * words, "gemm: words of {m} rows of {} inputs", w.k());
-    let sink = match ep {
-        Epilogue::SiluMul { out, n_ff } => {
-            assert_eq!(n, gate_up_rows(n_ff), "gemm: rows of the gate/up weights");
-            let len = m * w.dtype().words(n_ff);
-            assert_eq!(out.len(), len, "gemm: words of {m} rows of {n_ff} outputs");
-            Sink::SiluMul(SiluSink { out: SharedMut::new(out), n_ff })
-        }
-        Epilogue::Store { bias, out } => Sink::rows(m, n, bias, out, false),
-        Epilogue::Add { bias, out } => Sink::rows(m, n, bias, out, true),
-    };
+    let sink = Sink::new(ep, m, n, w.dtype());
     if m == 0 || n == 0 {
         return;
     }
@@ -106,14 +97,14 @@ pub fn gemm(ctx: &Ctx, x: &[u32], m: usize, w: &PackedMatrix, ep: Epilogue<'_>) 
 }
 
 /// How a product is cut into items for the workers.
-struct Plan {
-    column_items: usize,
-    row_items: usize,
+pub(crate) struct Plan {
+    pub(crate) column_items: usize,
+    pub(crate) row_items: usize,
 }
 
 impl Plan {
     /// For `m` rows and twice `halves` panels. The cut does not touch the arithmetic.
-    fn new(m: usize, halves: usize, threads: usize) -> Self {
+    pub(crate) fn new(m: usize, halves: usize, threads: usize) -> Self {
         if m <= BLOCK_ROWS {
             // Long contiguous runs, so that prefetching crosses panels; several a worker if
             // there are enough panels, for the sake of a worker that is held up.
@@ -127,6 +118,21 @@ impl Plan {
 }
 
 impl<'a> Sink<'a> {
+    /// For `m` rows of `n` products, and SiLU·mul of words of `dtype`. Panics if a length does not
+    /// fit.
+    pub(crate) fn new(ep: Epilogue<'a>, m: usize, n: usize, dtype: Dtype) -> Self {
+        match ep {
+            Epilogue::SiluMul { out, n_ff } => {
+                assert_eq!(n, gate_up_rows(n_ff), "gemm: rows of the gate/up weights");
+                let len = m * dtype.words(n_ff);
+                assert_eq!(out.len(), len, "gemm: words of {m} rows of {n_ff} outputs");
+                Self::SiluMul(SiluSink { out: SharedMut::new(out), n_ff })
+            }
+            Epilogue::Store { bias, out } => Self::rows(m, n, bias, out, false),
+            Epilogue::Add { bias, out } => Self::rows(m, n, bias, out, true),
+        }
+    }
+
     fn rows(m: usize, n: usize, bias: Option<&'a [f32]>, out: &'a mut [f32], add: bool) -> Self {
         assert_eq!(out.len(), m * n, "gemm: outputs of {m} rows of {n}");
         if let Some(bias) = bias {
@@ -147,19 +153,19 @@ struct Block<'a> {
 
 /// The sums of a block of rows in one panel.
 #[repr(align(64))]
-struct Sums([[f32; PANEL]; BLOCK_ROWS]);
+pub(crate) struct Sums(pub(crate) [[f32; PANEL]; BLOCK_ROWS]);
 
 /// The column vectors of a panel that an item computes. Half a panel is a pair 32 columns apart,
 /// so that it has gate columns with their up columns.
 #[derive(Clone, Copy)]
-enum Part {
+pub(crate) enum Part {
     Full,
     Half(usize),
 }
 
 impl Part {
     #[inline(always)]
-    fn vectors(self) -> &'static [usize] {
+    pub(crate) fn vectors(self) -> &'static [usize] {
         match self {
             Self::Full => &[0, 1, 2, 3],
             Self::Half(0) => &[0, 2],
@@ -271,7 +277,7 @@ unsafe fn multiply_tile<S: Simd, D: Elem>(s: S, t: &PanelTile, rows: usize, part
 impl Sink<'_> {
     /// Finishes the sums of one panel.
     #[inline(always)]
-    fn store<S: Simd, D: Elem>(
+    pub(crate) fn store<S: Simd, D: Elem>(
         &self,
         s: S,
         first_row: usize,

@@ -1,4 +1,4 @@
-//! Quire's CPU kernels: SIMD GEMM, paged attention, norms, worker pool.
+//! Quire's CPU kernels: SIMD GEMM, quantised GEMM, paged attention, norms, worker pool.
 //!
 //! Every kernel takes a [`Ctx`] (an instruction set and a pool of workers) and plain slices.
 //! Activations that feed a matrix kernel are rows of 32-bit words, see [`Dtype`].
@@ -19,6 +19,7 @@ mod norm;
 mod philox;
 mod pool;
 mod ptr;
+mod quant;
 mod rope;
 mod simd;
 mod tile;
@@ -35,4 +36,5 @@ pub use matrix::{PackedMatrix, gate_up_row, gate_up_rows, gate_up_source};
 pub use norm::{gather_rows, rms_norm, to_words};
 pub use philox::{gumbel, gumbel_argmax, philox4x32, uniform};
 pub use pool::{Pool, usable_cores};
+pub use quant::{QuantError, QuantKind, QuantMatrix, QuantRows, gemm_quant};
 pub use rope::{QkvArgs, qk_norm_rope_write_kv};

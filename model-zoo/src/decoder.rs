@@ -10,13 +10,13 @@
 //! ```
 
 use crate::loader::ModelError;
-use crate::source::{SourceDtype, WeightSource};
+use crate::source::{SourceDtype, WeightSource, block_format};
 use crate::spec::DecoderSpec;
 use crate::weights::{self, layer_weight};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
 use quire_engine::ops::{
-    AttentionArgs, Backend, DType, MatrixLayout, ModelPart, QkvArgs, ReadError, Rope, TensorKind,
-    WeightRows,
+    AttentionArgs, Backend, BlockFormat, DType, MatrixLayout, ModelPart, QkvArgs, ReadError, Rope,
+    TensorKind, WeightRows,
 };
 use std::ops::Range;
 
@@ -320,6 +320,15 @@ impl WeightRows for StackedRows<'_> {
         // Files are little endian.
         let bytes = self.source.stored_row(name, row).filter(|_| cfg!(target_endian = "little"));
         Some((dtype, bytes?))
+    }
+
+    fn block_format(&self) -> Option<BlockFormat> {
+        block_format(self.source, self.names)
+    }
+
+    fn blocks(&self, row: usize) -> Option<&[u8]> {
+        let (name, row) = self.part(row);
+        self.source.stored_row(name, row)
     }
 }
 

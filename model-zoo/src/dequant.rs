@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use crate::source::SourceDtype;
 
 /// Decodes whole blocks. Panics if `bytes` and `out` do not hold the same number of blocks.
-pub(crate) fn dequantise(dtype: SourceDtype, bytes: &[u8], out: &mut [f32]) {
+pub fn dequantise(dtype: SourceDtype, bytes: &[u8], out: &mut [f32]) {
     let (elements, size) = (dtype.block_elements(), dtype.block_bytes());
     assert!(bytes.len().is_multiple_of(size) && out.len().is_multiple_of(elements));
     assert_eq!(bytes.len() / size, out.len() / elements, "blocks in and out");

@@ -19,7 +19,7 @@
 
 pub mod config;
 pub mod decoder;
-mod dequant;
+pub mod dequant;
 pub mod error;
 pub mod folder;
 pub mod gguf;

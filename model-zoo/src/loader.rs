@@ -11,7 +11,7 @@ use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
 use crate::weights::EMBED_TOKENS;
 use quire_engine::backend::{
-    CpuBackend, CpuBuffers, CudaOptions, ReferenceBackend, ReferenceBuffers,
+    CpuBackend, CpuBuffers, CudaOptions, Quantization, ReferenceBackend, ReferenceBuffers,
 };
 use quire_engine::config::{ConfigError, ResolvedConfig};
 use quire_engine::engine::TextConfig;
@@ -92,8 +92,12 @@ pub enum BackendKind {
 pub struct LoadOptions {
     /// The backend.
     pub backend: BackendKind,
-    /// Type of weights, GEMM inputs and KV; default: f32 for f32 models, else bf16.
+    /// Type of GEMM inputs, KV and the weights that are not quantised; default: f32 for f32
+    /// models, else bf16.
     pub dtype: Option<DType>,
+    /// What becomes of quantised weights, and of others; default: they are kept as they are stored
+    /// on the CPU, in the dtype on other backends and where a dtype is asked for.
+    pub quantization: Option<Quantization>,
     /// Instruction set of the CPU backend; default: the best of this machine.
     pub isa: Option<Isa>,
     /// Threads of the CPU backend; default: the cores this process may use.
@@ -102,6 +106,35 @@ pub struct LoadOptions {
     pub cuda: CudaOptions,
     /// Sizes and limits.
     pub engine: EngineConfig,
+}
+
+impl LoadOptions {
+    /// What becomes of weights; anything but `None` is for the CPU backend.
+    pub fn quantization(&self) -> Quantization {
+        match (self.quantization, self.backend) {
+            (Some(quantization), _) => quantization,
+            (None, BackendKind::Cpu) if self.dtype.is_none() => Quantization::Stored,
+            (None, _) => Quantization::None,
+        }
+    }
+}
+
+impl BackendKind {
+    /// Refuses what the backend does not do with weights.
+    pub(crate) fn check(self, quantization: Quantization) -> Result<(), BackendError> {
+        let backend = match self {
+            BackendKind::Cpu => return Ok(()),
+            BackendKind::Reference => "reference",
+            BackendKind::Cuda => "cuda",
+        };
+        let what = match quantization {
+            Quantization::None => return Ok(()),
+            Quantization::Stored => "weights in blocks as stored",
+            Quantization::Int8 => "int8 weights",
+        };
+        let reason = format!("{what} are for the CPU backend");
+        Err(BackendError::Unsupported { backend, reason })
+    }
 }
 
 /// How a model is stored.
@@ -204,13 +237,15 @@ impl ModelFiles {
     /// What the model takes when it runs with `options`.
     pub fn memory(&self, options: &LoadOptions) -> DecoderMemory<'_> {
         let dtype = self.dtype(options);
-        match options.backend {
+        let memory = match options.backend {
             BackendKind::Reference => DecoderMemory::new(&self.spec, ReferenceBuffers::new(dtype)),
             BackendKind::Cpu => {
-                DecoderMemory::new(&self.spec, CpuBuffers::new(dtype, options.threads))
+                let buffers = CpuBuffers::new(dtype, options.threads);
+                DecoderMemory::new(&self.spec, buffers.quantised(options.quantization()))
             }
             BackendKind::Cuda => cuda::memory(&self.spec, dtype, options.cuda),
-        }
+        };
+        memory.stored_in(self.source.as_ref())
     }
 
     fn dtype(&self, options: &LoadOptions) -> DType {
@@ -222,6 +257,7 @@ impl ModelFiles {
     /// # Errors
     /// A limit does not fit the model or the memory of this machine.
     pub fn plan(&self, options: &LoadOptions) -> Result<ResolvedConfig, ModelError> {
+        options.backend.check(options.quantization())?;
         let memory = SystemMemory::read().unwrap_or(UNKNOWN_MEMORY);
         if options.backend == BackendKind::Cuda {
             let bytes = options.engine.swap_bytes;
@@ -256,6 +292,7 @@ impl ModelFiles {
         config: ResolvedConfig,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Engine, ModelError> {
+        options.backend.check(options.quantization())?;
         let dtype = self.dtype(options);
         let executor = match options.backend {
             BackendKind::Reference => {
@@ -263,6 +300,7 @@ impl ModelFiles {
             }
             BackendKind::Cpu => {
                 let backend = CpuBackend::new(dtype, options.isa, options.threads)?;
+                let backend = backend.quantised(options.quantization());
                 self.executor(backend, &config, progress)?
             }
             BackendKind::Cuda => cuda::executor(self, (dtype, options.cuda), &config, progress)?,
@@ -391,6 +429,21 @@ mod tests {
         for form in [serde_json::json!(other), serde_json::json!({"content": other})] {
             std::fs::write(&config, serde_json::json!({"eos_token": form}).to_string()).unwrap();
             assert_eq!(ids(), [258, id]);
+        }
+    }
+
+    #[test]
+    fn quantised_weights_are_refused_where_there_are_none() {
+        let files = ModelFiles::open(&golden_folder("llama-gqa")).unwrap();
+        for (quantization, problem) in [
+            (Quantization::Int8, "reference backend: int8 weights are for the CPU backend"),
+            (Quantization::Stored, "reference backend: weights in blocks as stored are for"),
+        ] {
+            let backend = BackendKind::Reference;
+            let quantization = Some(quantization);
+            let options = LoadOptions { backend, quantization, ..Default::default() };
+            let error = files.plan(&options).unwrap_err().to_string();
+            assert!(error.contains(problem), "{error}");
         }
     }
 }

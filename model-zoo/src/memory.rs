@@ -2,25 +2,55 @@
 
 use crate::decoder::{self, Parts, model_info};
 use crate::loader::ModelError;
+use crate::source::{WeightSource, block_format};
 use crate::spec::DecoderSpec;
 use crate::weights::{ExpectedWeight, expected_weights};
 use quire_engine::DType;
 use quire_engine::memory::{BufferSizes, FixedBytes, ModelMemory};
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{MatrixLayout, StepLimits, TensorKind};
+use quire_engine::ops::{MatrixLayout, MatrixShape, StepLimits, TensorKind, WeightFormats};
 use std::collections::HashMap;
 
 /// A decoder and the sizes of a backend's buffers.
 pub struct DecoderMemory<'a> {
     spec: &'a DecoderSpec,
+    /// Where the weights come from; without it they are plain floats.
+    source: Option<&'a dyn WeightSource>,
     info: ModelInfo,
     buffers: Box<dyn BufferSizes>,
 }
 
 impl<'a> DecoderMemory<'a> {
-    /// What a decoder of `spec` takes in `buffers`.
+    /// What a decoder of `spec` takes in `buffers`, if its weights are stored as plain floats.
     pub fn new(spec: &'a DecoderSpec, buffers: impl BufferSizes + 'static) -> Self {
-        DecoderMemory { spec, info: model_info(spec), buffers: Box::new(buffers) }
+        DecoderMemory { spec, source: None, info: model_info(spec), buffers: Box::new(buffers) }
+    }
+
+    /// The same with the weights as `source` stores them.
+    pub fn stored_in(self, source: &'a dyn WeightSource) -> Self {
+        DecoderMemory { source: Some(source), ..self }
+    }
+
+    /// How many matrices are kept in which quantised format.
+    pub fn quantization(&self) -> WeightFormats {
+        let mut counter = self.counter();
+        decoder::parameters(&mut counter, self.spec).expect("a count cannot fail");
+        let mut formats = WeightFormats::default();
+        counter.shapes.iter().for_each(|shape| formats.add(self.buffers.quantised_as(shape)));
+        formats
+    }
+
+    fn counter(&self) -> Counter<'_> {
+        let weight = |ExpectedWeight { name, shape }| (name, shape);
+        Counter {
+            buffers: self.buffers.as_ref(),
+            source: self.source,
+            weights: expected_weights(self.spec).into_iter().map(weight).collect(),
+            shapes: Vec::new(),
+            matrices: Some(0),
+            vectors: Some(0),
+            tensors: Some(0),
+        }
     }
 }
 
@@ -34,13 +64,13 @@ impl ModelMemory for DecoderMemory<'_> {
     }
 
     fn fixed_bytes(&self, limits: &StepLimits) -> Option<FixedBytes> {
-        let mut counter = Counter::new(self.spec, self.buffers.as_ref());
+        let mut counter = self.counter();
         let counts = "a count cannot fail";
         decoder::parameters(&mut counter, self.spec).expect(counts);
         decoder::rope(&mut counter, self.spec, limits.max_positions).expect(counts);
         decoder::workspace(&mut counter, self.spec, limits.max_tokens).expect(counts);
         let layout = self.info.kv_layout(1, limits.block_size, self.dtype());
-        add(&mut counter.tensors, self.buffers.step_bytes(limits, &layout));
+        add(&mut counter.tensors, self.buffers.step_bytes(limits, &layout, &counter.shapes));
         let workspace = counter.tensors.replace(0)?;
         decoder::head_workspace(&mut counter, self.spec, limits.max_tokens).expect(counts);
         Some(FixedBytes {
@@ -64,22 +94,20 @@ impl ModelMemory for DecoderMemory<'_> {
 /// Adds up what is asked of it, in bytes; `None`: more than an address can name.
 struct Counter<'a> {
     buffers: &'a dyn BufferSizes,
-    shapes: HashMap<String, Vec<usize>>,
+    source: Option<&'a dyn WeightSource>,
+    /// Shapes by name.
+    weights: HashMap<String, Vec<usize>>,
+    /// The matrices so far.
+    shapes: Vec<MatrixShape>,
     matrices: Option<usize>,
     vectors: Option<usize>,
     tensors: Option<usize>,
 }
 
-impl<'a> Counter<'a> {
-    fn new(spec: &DecoderSpec, buffers: &'a dyn BufferSizes) -> Self {
-        let shape = |ExpectedWeight { name, shape }| (name, shape);
-        let shapes = expected_weights(spec).into_iter().map(shape).collect();
-        Counter { buffers, shapes, matrices: Some(0), vectors: Some(0), tensors: Some(0) }
-    }
-
+impl Counter<'_> {
     /// The rows of all of `names`.
     fn rows(&self, names: &[String]) -> usize {
-        names.iter().map(|name| self.shapes[name][0]).sum()
+        names.iter().map(|name| self.weights[name][0]).sum()
     }
 }
 
@@ -94,8 +122,11 @@ impl Parts for Counter<'_> {
     type Tensor = ();
 
     fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<(), ModelError> {
-        let (rows, cols) = (self.rows(names), self.shapes[&names[0]][1]);
-        add(&mut self.matrices, self.buffers.matrix_bytes(layout, rows, cols));
+        let blocks = self.source.and_then(|source| block_format(source, names));
+        let (n, k) = (self.rows(names), self.weights[&names[0]][1]);
+        let shape = MatrixShape { layout, n, k, blocks };
+        add(&mut self.matrices, self.buffers.matrix_bytes(&shape));
+        self.shapes.push(shape);
         Ok(())
     }
 
@@ -121,12 +152,14 @@ mod tests {
     use super::*;
     use crate::config::{GOLDENS, golden_folder, read_config};
     use crate::decoder::Loader;
+    use crate::gguf::testing::block_model;
     use crate::safetensors::SafetensorsSource;
-    use crate::source::WeightSource;
     use quire_engine::EngineConfig;
     use quire_engine::backend::cpu::{CpuKvCache, CpuMatrix, CpuTensor};
     use quire_engine::backend::reference::{RefKvCache, RefMatrix, RefTensor};
-    use quire_engine::backend::{CpuBackend, CpuBuffers, ReferenceBackend, ReferenceBuffers};
+    use quire_engine::backend::{
+        CpuBackend, CpuBuffers, Quantization, ReferenceBackend, ReferenceBuffers,
+    };
     use quire_engine::memory::SystemMemory;
     use quire_engine::ops::Backend;
 
@@ -149,6 +182,23 @@ mod tests {
                 }
             }
         )*};
+    }
+
+    /// A backend that knows what its steps take besides the model's buffers.
+    trait StepBytes {
+        fn step_bytes(&self) -> usize;
+    }
+
+    impl StepBytes for CpuBackend {
+        fn step_bytes(&self) -> usize {
+            self.quantised_rows_bytes()
+        }
+    }
+
+    impl StepBytes for ReferenceBackend {
+        fn step_bytes(&self) -> usize {
+            0
+        }
     }
 
     knows_its_bytes!(CpuMatrix, CpuTensor, CpuKvCache, RefMatrix, RefTensor, RefKvCache);
@@ -196,8 +246,8 @@ mod tests {
         }
     }
 
-    /// Plans with `config`, allocates all of it on `backend` and compares.
-    fn check<B: Backend>(
+    /// Plans for `buffers` with `config`, allocates all of it on `backend` and compares.
+    fn check<B: Backend + StepBytes>(
         (spec, source): (&DecoderSpec, &dyn WeightSource),
         mut backend: B,
         buffers: impl BufferSizes + 'static,
@@ -210,7 +260,7 @@ mod tests {
         B::HostCache: Bytes,
     {
         let what = format!("{} {:?} {config:?}", spec.architecture, backend.info());
-        let memory = DecoderMemory::new(spec, buffers);
+        let memory = DecoderMemory::new(spec, buffers).stored_in(source);
         let resolved = config.resolve(&memory, SystemMemory::unused(1 << 32)).unwrap();
         let (plan, sizes) = (resolved.memory, &resolved.scheduler);
         let layout = memory.info().kv_layout(sizes.num_blocks, sizes.block_size, memory.dtype());
@@ -224,11 +274,76 @@ mod tests {
         decoder::parameters(&mut allocated, spec).unwrap();
         decoder::rope(&mut allocated, spec, sizes.max_model_len).unwrap();
         decoder::workspace(&mut allocated, spec, sizes.max_num_batched_tokens).unwrap();
-        assert_eq!(allocated.tensors, plan.workspace, "{what}");
+        let workspace = allocated.tensors;
         decoder::head_workspace(&mut allocated, spec, sizes.max_num_batched_tokens).unwrap();
-        assert_eq!(allocated.tensors, plan.workspace + plan.logits, "{what}");
+        assert_eq!(allocated.tensors, workspace + plan.logits, "{what}");
         assert_eq!(allocated.matrices, plan.weights, "{what}");
         assert_eq!(allocated.vectors, plan.other, "{what}");
+        backend
+            .reserve(&StepLimits {
+                max_tokens: sizes.max_num_batched_tokens,
+                max_seqs: sizes.max_num_seqs,
+                max_positions: sizes.max_model_len,
+                max_logprobs: 0,
+                block_size: sizes.block_size,
+                swap: false,
+                vocab_size: spec.vocab_size,
+                num_heads: spec.num_heads,
+            })
+            .unwrap();
+        assert_eq!(workspace + backend.step_bytes(), plan.workspace, "{what}");
+        let loaded = backend.info().quantization.to_string();
+        assert_eq!(loaded, memory.quantization().to_string(), "{what}");
+    }
+
+    const CONFIGS: [fn() -> EngineConfig; 2] = [
+        || EngineConfig { block_size: 8, ..Default::default() },
+        || EngineConfig {
+            block_size: 32,
+            max_num_batched_tokens: Some(7),
+            num_blocks: Some(3),
+            swap_bytes: 1 << 20,
+            ..Default::default()
+        },
+    ];
+
+    fn check_cpu(
+        model: (&DecoderSpec, &dyn WeightSource),
+        (dtype, quantization): (DType, Quantization),
+        config: &EngineConfig,
+    ) {
+        let cpu = CpuBackend::new(dtype, None, Some(1)).unwrap().quantised(quantization);
+        let buffers = CpuBuffers::new(dtype, Some(1)).quantised(quantization);
+        check(model, cpu, buffers, config);
+    }
+
+    /// What the matrices of a model of blocks are kept in: the ggml types are those of
+    /// [`block_model`].
+    #[test]
+    fn plans_of_quantised_weights_are_what_backends_allocate() {
+        for (kinds, stored) in [
+            ([8, 8, 8, 8], "Q8_0 as stored (9 of 9 matrices)"),
+            ([2, 2, 2, 2], "Q4_0 as stored (9 of 9 matrices)"),
+            ([8, 3, 3, 3], "8 Q4_1 as stored, 1 Q8_0 as stored of 9 matrices"),
+            // Fused queries, keys and values of two formats are unpacked.
+            ([14, 12, 14, 12], "6 Q4_K as stored, 1 Q6_K as stored of 9 matrices"),
+            ([14, 14, 14, 6], "Q6_K as stored (3 of 9 matrices)"),
+            ([1, 0, 0, 30], "none"),
+        ] {
+            let (spec, source) = block_model(kinds);
+            for (quantization, want) in [
+                (Quantization::None, "none"),
+                (Quantization::Stored, stored),
+                (Quantization::Int8, "int8 (9 of 9 matrices)"),
+            ] {
+                let buffers = CpuBuffers::new(DType::Bf16, Some(1)).quantised(quantization);
+                let memory = DecoderMemory::new(&spec, buffers).stored_in(&source);
+                assert_eq!(memory.quantization().to_string(), want, "{kinds:?}");
+                for config in CONFIGS.map(|config| config()) {
+                    check_cpu((&spec, &source), (DType::Bf16, quantization), &config);
+                }
+            }
+        }
     }
 
     #[test]
@@ -238,19 +353,12 @@ mod tests {
             let spec = read_config(&dir).unwrap().spec;
             let source = SafetensorsSource::open(&dir).unwrap();
             for dtype in [DType::F32, DType::Bf16] {
-                for config in [
-                    EngineConfig { block_size: 8, ..Default::default() },
-                    EngineConfig {
-                        block_size: 32,
-                        max_num_batched_tokens: Some(7),
-                        num_blocks: Some(3),
-                        swap_bytes: 1 << 20,
-                        ..Default::default()
-                    },
-                ] {
-                    let cpu = CpuBackend::new(dtype, None, Some(1)).unwrap();
-                    let buffers = CpuBuffers::new(dtype, Some(1));
-                    check((&spec, &source), cpu, buffers, &config);
+                for config in CONFIGS.map(|config| config()) {
+                    for quantization in
+                        [Quantization::None, Quantization::Stored, Quantization::Int8]
+                    {
+                        check_cpu((&spec, &source), (dtype, quantization), &config);
+                    }
                     let reference = ReferenceBackend::new(dtype);
                     check((&spec, &source), reference, ReferenceBuffers::new(dtype), &config);
                 }

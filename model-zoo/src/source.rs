@@ -7,6 +7,7 @@
 use std::fmt;
 
 use crate::error::LoadError;
+use quire_engine::ops::BlockFormat;
 
 /// Element or block type of a tensor on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,6 +78,18 @@ impl SourceDtype {
         }
     }
 
+    /// The format of its blocks, where a backend may multiply them as they are.
+    pub const fn block_format(self) -> Option<BlockFormat> {
+        match self {
+            Self::Q8_0 => Some(BlockFormat::Q8_0),
+            Self::Q4_0 => Some(BlockFormat::Q4_0),
+            Self::Q4_1 => Some(BlockFormat::Q4_1),
+            Self::Q4K => Some(BlockFormat::Q4K),
+            Self::Q6K => Some(BlockFormat::Q6K),
+            _ => None,
+        }
+    }
+
     /// The name shown to users.
     pub const fn name(self) -> &'static str {
         match self {
@@ -124,14 +137,21 @@ pub trait WeightSource: Send + Sync {
     /// is not one row long.
     fn read_row(&self, name: &str, row: usize, out: &mut [f32]) -> Result<(), LoadError>;
 
-    /// The bytes of a row of plain floats, little endian; `None` where it is stored in another
-    /// form, or there is no such row.
+    /// The bytes of a row of a matrix as the file holds it, of the tensor's type and little endian;
+    /// `None` where they are not at hand, or there is no such row.
     fn stored_row(&self, _name: &str, _row: usize) -> Option<&[u8]> {
         None
     }
 
     /// The file that holds a tensor, or the model's path if there is no such tensor; for messages.
     fn location(&self, name: &str) -> String;
+}
+
+/// The format that all of the matrices `names` are stored in, where it is one of blocks.
+pub(crate) fn block_format(source: &dyn WeightSource, names: &[String]) -> Option<BlockFormat> {
+    let mut formats = names.iter().map(|name| source.dtype(name)?.block_format());
+    let first = formats.next()??;
+    formats.all(|format| format == Some(first)).then_some(first)
 }
 
 /// The bytes of `row` within a tensor's data; `Err` says what is wrong with the request.

@@ -8,7 +8,7 @@ use crate::decoder::{Decoder, DecoderLimits};
 use crate::loader::cuda;
 use crate::loader::{BackendKind, ModelError, ModelFiles};
 use quire_engine::DType;
-use quire_engine::backend::{CpuBackend, CudaOptions, Isa, ReferenceBackend};
+use quire_engine::backend::{CpuBackend, CudaOptions, Isa, Quantization, ReferenceBackend};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model};
 use quire_engine::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, ForwardInput, KvLayout, MatrixLayout,
@@ -300,6 +300,9 @@ pub struct Side {
     pub isa: Option<Isa>,
     /// Threads of the CPU backend.
     pub threads: Option<usize>,
+    /// What becomes of weights; only the CPU backend quantises any, and then the bound, which is
+    /// that of roundings, says little.
+    pub quantization: Quantization,
     /// How the CUDA backend is set up.
     pub cuda: CudaOptions,
 }
@@ -351,9 +354,13 @@ fn outputs(
     tokens: &[u32],
     side: Side,
 ) -> Result<Vec<OpOutput>, ModelError> {
+    side.backend.check(side.quantization)?;
     match side.backend {
         BackendKind::Reference => run(files, ReferenceBackend::new(dtype), tokens),
-        BackendKind::Cpu => run(files, CpuBackend::new(dtype, side.isa, side.threads)?, tokens),
+        BackendKind::Cpu => {
+            let backend = CpuBackend::new(dtype, side.isa, side.threads)?;
+            run(files, backend.quantised(side.quantization), tokens)
+        }
         BackendKind::Cuda => cuda::trace(files, (dtype, side.cuda), tokens),
     }
 }

@@ -387,7 +387,8 @@ that one fits) some are preempted on the way; the last line says how many, and h
 With --layers the model computes one sequence with two implementations, --against as the measure,
 and the table shows, op by op, norm of the difference over norm of the values. The first one over
 the bound, marked with !, is the place to look. The sequence is --tokens, else the longest recorded
-one of at most 64 tokens, else one made up.
+one of at most 64 tokens, else one made up. Weights in blocks are unpacked on both sides; with
+--quantization int8 the model's are rounded, and the table shows what that costs.
 
 Exit code 0: all within the limits; 1: some differ. A GGUF file needs --golden, or --layers.";
 

@@ -9,7 +9,7 @@ use crate::memory::{PlanJson, host_swap, table as memory_table};
 use crate::output::{Output, counted, two_columns};
 use quire_engine::backend::{CpuBackend, GemmMode, ReferenceBackend};
 use quire_engine::config::{DEFAULT_STEP_MS, Measure, ResolvedConfig};
-use quire_engine::ops::{Backend, BackendInfo};
+use quire_engine::ops::{Backend, BackendInfo, WeightFormats};
 use quire_engine::scheduler::{Policy, Preemption, PreemptionCosts, SchedulerConfig};
 use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::{BackendKind, LoadOptions, ModelFiles};
@@ -29,6 +29,8 @@ struct Info {
     vocab_size: usize,
     max_position_embeddings: usize,
     dtype: String,
+    /// How many matrices are in which quantised format.
+    quantization: String,
     /// `cpu`, `cuda:0` or `reference`.
     device: String,
     /// It with why it was chosen, for the table.
@@ -132,6 +134,7 @@ impl Computer {
                     isa: format!("{} (compute capability {})", cuda.name, cuda.compute_capability),
                     threads: 1,
                     dtype,
+                    quantization: WeightFormats::default(),
                     batch_invariant: options.cuda.gemm == GemmMode::Triton,
                 };
                 Computer { info, cuda: Some(cuda) }
@@ -166,6 +169,7 @@ fn info(
         vocab_size: sizes.vocab_size,
         max_position_embeddings: sizes.max_position_embeddings,
         dtype: backend.dtype.to_string(),
+        quantization: files.memory(&setup.options).quantization().to_string(),
         device: setup.choice.name(),
         described_device: setup.choice.described(),
         cuda,
@@ -244,6 +248,7 @@ fn table(info: &Info) -> String {
         ("vocabulary", info.vocab_size.to_string()),
         ("trained context", format!("{} tokens", info.max_position_embeddings)),
         ("dtype", info.dtype.clone()),
+        ("quantization", info.quantization.clone()),
         ("device", info.described_device.clone()),
         ("backend", info.backend.to_owned()),
     ];

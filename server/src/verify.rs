@@ -26,6 +26,7 @@ struct Report<'a> {
     isa: &'a str,
     threads: usize,
     dtype: String,
+    quantization: String,
     /// Null but for CUDA devices.
     gemm: Option<&'static str>,
     /// Null but for CUDA devices.
@@ -74,6 +75,7 @@ pub fn run(args: &VerifyArgs) -> anyhow::Result<Outcome> {
             isa: &backend.isa,
             threads: backend.threads,
             dtype: backend.dtype.to_string(),
+            quantization: backend.quantization.to_string(),
             gemm: cuda.map(|cuda| gemm_name(cuda.gemm)),
             graphs: cuda.map(|cuda| !cuda.enforce_eager),
             block_size: options.engine.block_size,
@@ -124,12 +126,12 @@ fn circumstances(
     report: &VerifyReport,
     (backend, cuda): (&BackendInfo, Option<CudaOptions>),
 ) -> String {
-    let mut parts = vec![
-        format!("{} backend", backend.name),
-        backend.isa.clone(),
-        backend.dtype.to_string(),
-        counted(report.num_steps, "step"),
-    ];
+    let mut parts =
+        vec![format!("{} backend", backend.name), backend.isa.clone(), backend.dtype.to_string()];
+    if backend.quantization.is_quantised() {
+        parts.push(backend.quantization.to_string());
+    }
+    parts.push(counted(report.num_steps, "step"));
     if let Some(CudaOptions { gemm, enforce_eager, .. }) = cuda {
         let graphs = if enforce_eager { "no graphs" } else { "graphs" };
         parts.extend([gemm_name(gemm).to_owned(), graphs.to_owned()]);

@@ -1,12 +1,12 @@
 //! What tests run on: a tiny random model built in memory, and the recorded files.
 
 use crate::rng::Rng;
-use half::bf16;
+use half::{bf16, f16};
 use quire_engine::backend::cuda::{Compute, CudaHostCache, CudaKvCache};
 use quire_engine::backend::reference::RefKvCache;
 use quire_engine::backend::{
-    CpuBackend, CpuBuffers, CudaBackend, CudaBuffers, CudaOptions, Isa, ReferenceBackend,
-    ReferenceBuffers,
+    CpuBackend, CpuBuffers, CudaBackend, CudaBuffers, CudaOptions, Isa, Quantization,
+    ReferenceBackend, ReferenceBuffers,
 };
 use quire_engine::engine::TextConfig;
 use quire_engine::memory::SystemMemory;
@@ -16,6 +16,7 @@ use quire_engine::scheduler::SchedulerConfig;
 use quire_engine::text::Tokenizer;
 use quire_engine::{DType, Engine, EngineConfig};
 use quire_model_zoo::decoder::{Decoder, DecoderLimits, model_info};
+use quire_model_zoo::dequant::dequantise;
 use quire_model_zoo::error::LoadError;
 use quire_model_zoo::memory::DecoderMemory;
 use quire_model_zoo::source::{SourceDtype, WeightSource};
@@ -32,6 +33,17 @@ pub const EOS: u32 = 257;
 pub const TOKENIZER_VOCAB: usize = 258;
 /// Rows of the [`TinyModel`]'s embedding; the last ones are padding without a token.
 pub const MODEL_VOCAB: usize = 272;
+
+/// For [`TinyModel::quantised`]: every format of blocks that is multiplied as it is, and one that
+/// stands for 8-bit weights.
+pub const QUANTISED: [SourceDtype; 6] = [
+    SourceDtype::Q8_0,
+    SourceDtype::Q4_0,
+    SourceDtype::Q4_1,
+    SourceDtype::Q4K,
+    SourceDtype::Q6K,
+    SourceDtype::F32,
+];
 
 /// The folder of recorded test data.
 pub fn data_dir() -> PathBuf {
@@ -94,6 +106,10 @@ pub struct TinyModel {
     pub spec: DecoderSpec,
     /// Shape and values, row-major, by name.
     tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+    /// The blocks of matrices that are stored in some, by name; their values are above.
+    blocks: BTreeMap<String, (SourceDtype, Vec<u8>)>,
+    /// What becomes of weights on the CPU.
+    pub quantization: Quantization,
 }
 
 impl TinyModel {
@@ -143,6 +159,34 @@ impl TinyModel {
         Self::of_spec(sizes, seed)
     }
 
+    /// Sizes that are whole blocks, with every matrix stored in blocks of `format`, and kept so on
+    /// the CPU; where it is no format of blocks, 8-bit weights are made of them.
+    pub fn quantised(seed: u64, format: SourceDtype) -> Self {
+        let spec = TinyModel::new(seed).spec;
+        let mut model = Self::of_spec(
+            DecoderSpec {
+                hidden_size: 256,
+                intermediate_size: 256,
+                num_heads: 8,
+                head_dim: 32,
+                ..spec
+            },
+            seed,
+        );
+        if format.block_format().is_none() {
+            return TinyModel { quantization: Quantization::Int8, ..model };
+        }
+        for (name, (shape, values)) in &mut model.tensors {
+            if let [_, cols] = shape[..] {
+                let rng = &mut Rng::named(seed, name);
+                let blocks = random_blocks(rng, format, values.len(), (6.0 / cols as f32).sqrt());
+                dequantise(format, &blocks, values);
+                model.blocks.insert(name.clone(), (format, blocks));
+            }
+        }
+        TinyModel { quantization: Quantization::Stored, ..model }
+    }
+
     /// The same with other attention windows, one a layer.
     pub fn with_windows(seed: u64, windows: [Option<u32>; 2]) -> Self {
         let spec = TinyModel::new(seed).spec;
@@ -163,11 +207,12 @@ impl TinyModel {
             (weight.name, (weight.shape, values))
         });
         let tensors = tensors.collect();
-        TinyModel { spec, tensors }
+        TinyModel { spec, tensors, blocks: BTreeMap::new(), quantization: Quantization::None }
     }
 
-    /// One row of a matrix, to change.
+    /// One row of a matrix that is not in blocks, to change.
     pub fn row_mut(&mut self, name: &str, row: usize) -> &mut [f32] {
+        assert!(!self.blocks.contains_key(name), "{name} is in blocks");
         let (shape, values) = self.tensors.get_mut(name).expect(name);
         let cols = shape[shape.len() - 1];
         &mut values[row * cols..][..cols]
@@ -199,7 +244,8 @@ impl TinyModel {
         let memory = match setup.place {
             Place::Reference => DecoderMemory::new(&self.spec, ReferenceBuffers::new(setup.dtype)),
             Place::Cpu { threads, .. } => {
-                DecoderMemory::new(&self.spec, CpuBuffers::new(setup.dtype, Some(threads)))
+                let buffers = CpuBuffers::new(setup.dtype, Some(threads));
+                DecoderMemory::new(&self.spec, buffers.quantised(self.quantization))
             }
             Place::Cuda(options) => {
                 DecoderMemory::new(&self.spec, CudaBuffers::new(setup.dtype, options.gemm))
@@ -207,7 +253,7 @@ impl TinyModel {
         };
         let resolved = setup
             .engine
-            .resolve(&memory, SystemMemory::unused(1 << 32))
+            .resolve(&memory.stored_in(self), SystemMemory::unused(1 << 32))
             .expect("a valid configuration");
         let limits = DecoderLimits {
             max_tokens: resolved.scheduler.max_num_batched_tokens,
@@ -221,7 +267,7 @@ impl TinyModel {
             Place::Cpu { isa, threads } => {
                 let backend = CpuBackend::new(setup.dtype, Some(isa), Some(threads))
                     .expect("the instruction set is available");
-                self.executor(backend, &limits, sizes, setup.dtype)
+                self.executor(backend.quantised(self.quantization), &limits, sizes, setup.dtype)
             }
             Place::Cuda(options) => match setup.dtype {
                 DType::F32 => self.executor(cuda::<f32>(options), &limits, sizes, setup.dtype),
@@ -261,7 +307,8 @@ impl WeightSource for TinyModel {
     }
 
     fn dtype(&self, name: &str) -> Option<SourceDtype> {
-        self.tensors.get(name).map(|_| SourceDtype::F32)
+        self.tensors.get(name)?;
+        Some(self.blocks.get(name).map_or(SourceDtype::F32, |blocks| blocks.0))
     }
 
     fn names(&self) -> Vec<&str> {
@@ -274,9 +321,38 @@ impl WeightSource for TinyModel {
         Ok(())
     }
 
+    fn stored_row(&self, name: &str, row: usize) -> Option<&[u8]> {
+        let (format, blocks) = self.blocks.get(name)?;
+        let cols = self.tensors[name].0[1];
+        blocks.chunks_exact(cols / format.block_elements() * format.block_bytes()).nth(row)
+    }
+
     fn location(&self, _: &str) -> String {
         "memory".into()
     }
+}
+
+/// Blocks of `len` values that spread over some `±size`, from bytes of all kinds.
+fn random_blocks(rng: &mut Rng, format: SourceDtype, len: usize, size: f32) -> Vec<u8> {
+    let bytes = len / format.block_elements() * format.block_bytes();
+    let mut blocks: Vec<u8> = (0..bytes).map(|_| rng.below(256) as u8).collect();
+    for block in blocks.chunks_exact_mut(format.block_bytes()) {
+        let size = size * (0.75 + 0.25 * rng.signed());
+        // Where the block's scale and minimum are, and what they are of values up to `size`.
+        let floats: &[(usize, f32)] = match format {
+            SourceDtype::Q8_0 => &[(0, size / 128.0)],
+            SourceDtype::Q4_0 => &[(0, size / 8.0)],
+            SourceDtype::Q4_1 => &[(0, size / 7.5), (2, -size)],
+            // Scales of 6 bits; values and minima of about the same weight.
+            SourceDtype::Q4K => &[(0, size / 300.0), (2, size / 40.0)],
+            SourceDtype::Q6K => &[(208, size / 2000.0)],
+            other => panic!("{other} is not run in blocks"),
+        };
+        for &(at, value) in floats {
+            block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
+        }
+    }
+    blocks
 }
 
 /// A backend on the device that the test has loaded.

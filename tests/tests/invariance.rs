@@ -4,7 +4,7 @@
 
 use quire_engine::backend::Isa;
 use quire_engine::{DType, EngineConfig, Request, RequestOutput};
-use quire_tests::fixtures::{Place, Setup, TinyModel, every_path};
+use quire_tests::fixtures::{Place, QUANTISED, Setup, TinyModel, every_path};
 use quire_tests::oracle::{Fingerprint, greedy, run_all, run_alone};
 use quire_tests::strategies::{LONGEST_REQUEST, mixed_requests};
 
@@ -64,27 +64,59 @@ fn runs() -> Vec<Run> {
     ]
 }
 
+/// Runs `requests` by `runs` and alone; returns how many sequences were preempted.
+fn check(model: &TinyModel, (isa, dtype): (Isa, DType), requests: &[Request], runs: &[Run]) -> u64 {
+    let mut preemptions = 0;
+    let alone = Setup { place: Place::Cpu { isa, threads: 1 }, ..Setup::cpu(dtype) };
+    let oracle: Vec<Fingerprint> =
+        requests.iter().map(|r| (&run_alone(model, &alone, r)).into()).collect();
+    for (i, run) in runs.iter().enumerate() {
+        let mut engine = model.engine(&run.setup(isa, dtype));
+        let ordered: Vec<Request> = run.order.iter().map(|&r| requests[r].clone()).collect();
+        let outputs = run_all(&mut engine, &ordered);
+        for (&request, output) in run.order.iter().zip(&outputs) {
+            let got = Fingerprint::from(output);
+            assert_eq!(got, oracle[request], "{isa} {dtype}, run {i}, request {request}");
+        }
+        preemptions += engine.stats().num_preemptions();
+        assert_eq!(engine.num_held_blocks(), 0);
+    }
+    preemptions
+}
+
 #[test]
 fn every_schedule_gives_the_bits_of_a_request_run_alone() {
     let model = TinyModel::new(1);
     let requests = mixed_requests(NUM_REQUESTS, 2);
-    for (isa, dtype) in every_path() {
-        let mut preemptions = 0;
-        let alone = Setup { place: Place::Cpu { isa, threads: 1 }, ..Setup::cpu(dtype) };
-        let oracle: Vec<Fingerprint> =
-            requests.iter().map(|r| (&run_alone(&model, &alone, r)).into()).collect();
-        for (i, run) in runs().into_iter().enumerate() {
-            let mut engine = model.engine(&run.setup(isa, dtype));
-            let ordered: Vec<Request> = run.order.iter().map(|&r| requests[r].clone()).collect();
-            let outputs = run_all(&mut engine, &ordered);
-            for (&request, output) in run.order.iter().zip(&outputs) {
-                let got = Fingerprint::from(output);
-                assert_eq!(got, oracle[request], "{isa} {dtype}, run {i}, request {request}");
-            }
-            preemptions += engine.stats().num_preemptions();
-            assert_eq!(engine.num_held_blocks(), 0);
-        }
+    for path in every_path() {
+        let preemptions = check(&model, path, &requests, &runs());
         assert!(preemptions > 20, "the pools are too large to preempt: {preemptions}");
+    }
+}
+
+/// Fewer requests and runs than above: what is new is the arithmetic of products, which is one for
+/// all numbers of rows.
+#[test]
+fn quantised_weights_give_the_bits_of_a_request_run_alone() {
+    let requests = mixed_requests(8, 2);
+    let all: Vec<usize> = (0..requests.len()).collect();
+    let run = |max_num_seqs, max_num_batched_tokens, threads| Run {
+        max_num_seqs,
+        block_size: 8,
+        max_num_batched_tokens,
+        threads,
+        pool_tokens: POOL_8,
+        order: all.clone(),
+    };
+    let runs = [run(64, 3, 2), run(7, 512, 2)];
+    for format in QUANTISED {
+        let model = TinyModel::quantised(1, format);
+        let mut preemptions = 0;
+        for isa in Isa::available() {
+            preemptions += check(&model, (isa, DType::Bf16), &requests, &runs);
+        }
+        preemptions += check(&model, (Isa::detect(), DType::F32), &requests, &runs);
+        assert!(preemptions > 0, "the pools are too large to preempt");
     }
 }
 

@@ -4,7 +4,7 @@
 //! Without the model (`make fetch` gets it) these tests pass without looking, unless `QUIRE_TEST_MODEL=required`
 //! is set, as `make test` does.
 
-use quire_engine::backend::Isa;
+use quire_engine::backend::{Isa, Quantization};
 use quire_engine::engine::Prompt;
 use quire_engine::{DType, Engine, EngineConfig, Request};
 use quire_model_zoo::{LoadOptions, ModelFiles};
@@ -18,6 +18,7 @@ const F32_GAP: f64 = 1e-2;
 /// In bf16, of logits around 20, this is four units in the last place.
 const BF16_GAP: f64 = 0.5;
 
+/// An engine over the weights as they are stored.
 fn engine(
     files: &ModelFiles,
     dtype: DType,
@@ -27,6 +28,7 @@ fn engine(
 ) -> Engine {
     let options = LoadOptions {
         dtype: Some(dtype),
+        quantization: Some(Quantization::Stored),
         isa: Some(isa),
         threads: Some(threads),
         engine: sizes,
@@ -64,7 +66,9 @@ fn compare(dtype: DType, gap_limit: f64, recorded: impl Fn(&Value) -> &Value) ->
     let cases = recording["cases"].as_array().expect("cases");
     assert!(cases.len() >= 4, "{} recorded prompts", cases.len());
     let files = ModelFiles::open(&path).expect("the model");
+    // A dtype that is asked for is that of the weights, too, as in the recording.
     let options = LoadOptions { dtype: Some(dtype), ..Default::default() };
+    assert_eq!(options.quantization(), Quantization::None);
     let mut engine = files.load(&options, &mut |_| ()).expect("the model fits");
     let mut requests = Vec::new();
     for case in cases {
@@ -100,6 +104,45 @@ fn greedy_text_in_f32_is_that_of_transformers() {
 fn greedy_text_in_bf16_is_that_of_transformers_up_to_near_ties() {
     let (agreed, total) = compare(DType::Bf16, BF16_GAP, |case| &case["bf16"]);
     assert!(agreed * 4 >= total, "only {agreed} of {total} tokens could be compared");
+}
+
+/// Logits of the weights as stored, whose activations are rounded to 8 bits, against the weights
+/// unpacked in f32: the root mean square of the differences, over the deviation of the logits.
+#[test]
+fn weights_as_stored_give_nearly_the_logits_of_the_unpacked() {
+    let Some(path) = smollm2() else { return };
+    let files = ModelFiles::open(&path).expect("the model");
+    let prompts = [
+        "The capital of France is",
+        "Once upon a time there was a fox who lived in the woods. Every morning",
+        "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    ];
+    let run = |dtype, quantization| {
+        let options = LoadOptions { dtype, quantization, ..Default::default() };
+        let mut engine = files.load(&options, &mut |_| ()).expect("the model fits");
+        let request =
+            |prompt: &&str| Request { capture_logits: true, ..Request::new(*prompt, greedy(8)) };
+        let outputs = run_all(&mut engine, &prompts.iter().map(request).collect::<Vec<_>>());
+        (engine.backend().quantization.to_string(), outputs)
+    };
+    let (stored, got) = run(None, None);
+    assert_eq!(stored, "120 Q4_1 as stored, 1 Q8_0 as stored of 121 matrices");
+    let (_, want) = run(Some(DType::F32), Some(Quantization::None));
+    let (mut error, mut deviation) = (0.0, 0.0);
+    for (got, want) in got.iter().zip(&want) {
+        println!("{:?}", got.text);
+        for (got, want) in got.logits.iter().zip(&want.logits).take(want.prompt_token_ids.len()) {
+            let mean = want.iter().map(|&x| f64::from(x)).sum::<f64>() / want.len() as f64;
+            for (&got, &want) in got.iter().zip(want) {
+                error += f64::from(got - want).powi(2);
+                deviation += (f64::from(want) - mean).powi(2);
+            }
+        }
+    }
+    let relative = f64::sqrt(error / deviation);
+    println!("logits differ by {relative:.2e} of their deviation");
+    assert!(relative < 0.1, "{relative:e}");
+    assert!(got[0].text.contains("Paris"), "{:?}", got[0].text);
 }
 
 /// Mixed requests that are short enough for a machine of two cores, over ids that are text.

@@ -3,17 +3,22 @@
 //! Activations and weights are allocated at load; a step allocates only the short lists of its
 //! sampled rows.
 
+mod matrix;
+
+pub use matrix::CpuMatrix;
+
+use super::Quantization;
 use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
-    QkvArgs, StepLimits, TensorKind, WeightRows,
+    MatrixShape, QkvArgs, StepLimits, TensorKind, WeightFormats, WeightRows,
 };
 use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use bytemuck::{cast_slice, cast_slice_mut};
+use matrix::{Packed, Packing, label};
 use quire_kernels_cpu as kernels;
 use quire_kernels_cpu::{
-    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, PackedMatrix, Words, gate_up_rows,
-    gate_up_source,
+    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, QuantKind, QuantRows, Words,
 };
 use std::ops::Range;
 use std::sync::Mutex;
@@ -25,27 +30,30 @@ pub use quire_kernels_cpu::KvCache as CpuKvCache;
 #[derive(Clone, Copy, Debug)]
 pub struct CpuBuffers {
     dtype: DType,
+    quantization: Quantization,
     threads: usize,
 }
 
 impl CpuBuffers {
-    /// Those of a backend with these settings.
+    /// Those of a backend with these settings and no quantised weights.
     pub fn new(dtype: DType, threads: Option<usize>) -> Self {
-        CpuBuffers { dtype, threads: threads.unwrap_or_else(kernels::usable_cores) }
+        let threads = threads.unwrap_or_else(kernels::usable_cores);
+        CpuBuffers { dtype, quantization: Quantization::None, threads }
+    }
+
+    /// The same with weights as `quantization` says.
+    pub fn quantised(self, quantization: Quantization) -> Self {
+        CpuBuffers { quantization, ..self }
+    }
+
+    fn packing(&self) -> Packing {
+        Packing { dtype: self.kernel_dtype(), quantization: self.quantization }
     }
 
     fn kernel_dtype(&self) -> Dtype {
         match self.dtype {
             DType::F32 => Dtype::F32,
             DType::Bf16 => Dtype::Bf16,
-        }
-    }
-
-    /// Rows of the packed matrix.
-    fn packed_rows(layout: MatrixLayout, n: usize) -> usize {
-        match layout {
-            MatrixLayout::Plain => n,
-            MatrixLayout::GateUp => gate_up_rows(n / 2),
         }
     }
 
@@ -74,8 +82,12 @@ impl BufferSizes for CpuBuffers {
         self.dtype
     }
 
-    fn matrix_bytes(&self, layout: MatrixLayout, n: usize, k: usize) -> Option<usize> {
-        PackedMatrix::bytes_of(self.kernel_dtype(), Self::packed_rows(layout, n), k)
+    fn matrix_bytes(&self, matrix: &MatrixShape) -> Option<usize> {
+        self.packing().bytes(matrix)
+    }
+
+    fn quantised_as(&self, matrix: &MatrixShape) -> Option<&'static str> {
+        self.packing().kind(matrix).map(label)
     }
 
     fn tensor_bytes(&self, max_rows: usize, cols: usize, kind: TensorKind) -> Option<usize> {
@@ -89,6 +101,15 @@ impl BufferSizes for CpuBuffers {
     fn sampling_bytes(&self, limits: &StepLimits) -> Option<usize> {
         Sampler::max_bytes(limits.vocab_size)?.checked_mul(self.threads)
     }
+
+    fn step_bytes(
+        &self,
+        limits: &StepLimits,
+        _: &KvLayout,
+        matrices: &[MatrixShape],
+    ) -> Option<usize> {
+        self.packing().rows_bytes(matrices, limits.max_tokens)
+    }
 }
 
 /// SIMD kernels on a pool of worker threads.
@@ -96,6 +117,11 @@ pub struct CpuBackend {
     ctx: Ctx,
     buffers: CpuBuffers,
     step: ForwardInput,
+    /// Kind and inputs of the quantised weights, each once.
+    quant_shapes: Vec<(QuantKind, usize)>,
+    formats: WeightFormats,
+    /// The input of an op with a quantised weight.
+    quant_rows: QuantRows,
     /// One sampler a worker.
     samplers: Vec<Mutex<Sampler>>,
     samples: Vec<SampleOutput>,
@@ -119,15 +145,43 @@ impl CpuBackend {
         let ctx = Ctx::new(isa.unwrap_or_else(Isa::detect), threads)
             .map_err(|e| unsupported(e.to_string()))?;
         let samplers = (0..threads).map(|_| Mutex::new(Sampler::new(ctx.isa))).collect();
-        let buffers = CpuBuffers { dtype, threads };
         Ok(CpuBackend {
             ctx,
-            buffers,
+            buffers: CpuBuffers::new(dtype, Some(threads)),
             step: ForwardInput::default(),
+            quant_shapes: Vec::new(),
+            formats: WeightFormats::default(),
+            quant_rows: QuantRows::new(),
             samplers,
             samples: Vec::new(),
             chosen: Vec::new(),
         })
+    }
+
+    /// The same with the weights to come as `quantization` says.
+    pub fn quantised(mut self, quantization: Quantization) -> Self {
+        self.buffers = self.buffers.quantised(quantization);
+        self
+    }
+
+    /// Bytes of the buffer for inputs of quantised weights.
+    pub fn quantised_rows_bytes(&self) -> usize {
+        self.quant_rows.bytes()
+    }
+
+    /// Multiplies by a weight; the input is quantised first where the weight is.
+    fn multiply(&mut self, x: &CpuTensor, w: &CpuMatrix, epilogue: Epilogue<'_>) {
+        match &w.packed {
+            Packed::Plain(packed) => {
+                kernels::gemm(&self.ctx, x.words(), x.rows, packed, epilogue);
+            }
+            Packed::Quantised(packed) => {
+                let words = (x.words(), self.buffers.kernel_dtype());
+                let rows = &mut self.quant_rows;
+                rows.quantise(&self.ctx, words, (x.rows, x.cols), packed.kind());
+                kernels::gemm_quant(&self.ctx, rows, packed, epilogue);
+            }
+        }
     }
 
     /// `num_blocks` blocks of `layout`.
@@ -188,21 +242,6 @@ impl CpuTensor {
     }
 }
 
-/// A packed weight.
-pub struct CpuMatrix {
-    packed: PackedMatrix,
-    layout: MatrixLayout,
-    /// Rows as the model counts them; the packed matrix may be padded.
-    n: usize,
-}
-
-impl CpuMatrix {
-    /// Bytes allocated.
-    pub fn bytes(&self) -> usize {
-        self.packed.bytes()
-    }
-}
-
 fn out_of_memory(what: &str, bytes: usize) -> BackendError {
     BackendError::OutOfMemory { what: what.to_owned(), bytes }
 }
@@ -220,6 +259,7 @@ impl Backend for CpuBackend {
             isa: self.ctx.isa.name().to_owned(),
             threads: self.ctx.pool.threads(),
             dtype: self.buffers.dtype,
+            quantization: self.formats.clone(),
             batch_invariant: true,
         }
     }
@@ -231,30 +271,17 @@ impl Backend for CpuBackend {
         k: usize,
         rows: &dyn WeightRows,
     ) -> Result<CpuMatrix, BackendError> {
-        let ff = n / 2;
-        let packed_n = CpuBuffers::packed_rows(layout, n);
-        let mut packed = PackedMatrix::zeroed(self.buffers.kernel_dtype(), packed_n, k)
-            .map_err(|e| out_of_memory("a weight", e.bytes))?;
-        // Packed row → row of the model, where it is not padding.
-        let source = |row: usize| match layout {
-            MatrixLayout::Plain => Some(row),
-            MatrixLayout::GateUp => {
-                gate_up_source(ff, row).map(|(is_up, i)| if is_up { ff + i } else { i })
-            }
-        };
-        let failure = Mutex::new(None);
-        packed.set_rows(&self.ctx, 0, packed_n, &|row, out: &mut [f32]| match source(row) {
-            None => out.fill(0.0),
-            Some(i) => {
-                if let Err(error) = rows.read(i, out) {
-                    failure.lock().expect("no panic holds it").get_or_insert(error);
-                }
-            }
-        });
-        if let Some(error) = failure.into_inner().expect("no panic holds it") {
-            return Err(BackendError::Source(error));
+        let shape = MatrixShape { layout, n, k, blocks: rows.block_format() };
+        let packing = self.buffers.packing();
+        let matrix = packing.pack(&self.ctx, &shape, rows)?;
+        let kind = packing.kind(&shape);
+        self.formats.add(kind.map(label));
+        if let Some(kind) = kind
+            && !self.quant_shapes.contains(&(kind, k))
+        {
+            self.quant_shapes.push((kind, k));
         }
-        Ok(CpuMatrix { packed, layout, n })
+        Ok(matrix)
     }
 
     fn vector(&mut self, data: &[f32]) -> Result<Vec<f32>, BackendError> {
@@ -285,6 +312,14 @@ impl Backend for CpuBackend {
         num_blocks: usize,
     ) -> Result<KvCache, BackendError> {
         self.blocks(layout, num_blocks, "the swapped-out KV blocks")
+    }
+
+    fn reserve(&mut self, limits: &StepLimits) -> Result<(), BackendError> {
+        for &(kind, k) in &self.quant_shapes {
+            let room = self.quant_rows.reserve(kind, limits.max_tokens, k);
+            room.map_err(|e| out_of_memory("quantised activations", e.bytes))?;
+        }
+        Ok(())
     }
 
     fn copy_blocks(&mut self, kv: &mut KvCache, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
@@ -321,12 +356,11 @@ impl Backend for CpuBackend {
     }
 
     fn embed(&mut self, table: &CpuMatrix, out: &mut CpuTensor) {
-        assert_eq!(table.layout, MatrixLayout::Plain);
         out.resize(self.step.num_tokens());
         let hidden = out.cols;
         let rows = out.floats_mut().chunks_exact_mut(hidden);
         for (row, &id) in rows.zip(&self.step.token_ids) {
-            table.packed.get_row(id as usize, row);
+            table.get_row(id as usize, row);
         }
     }
 
@@ -341,7 +375,7 @@ impl Backend for CpuBackend {
         out.resize(x.rows);
         let bias = bias.map(Vec::as_slice);
         let epilogue = Epilogue::Store { bias, out: out.floats_mut() };
-        kernels::gemm(&self.ctx, x.words(), x.rows, &w.packed, epilogue);
+        self.multiply(x, w, epilogue);
     }
 
     fn linear_add(
@@ -355,7 +389,7 @@ impl Backend for CpuBackend {
         assert_eq!(residual.rows, x.rows);
         let bias = bias.map(Vec::as_slice);
         let epilogue = Epilogue::Add { bias, out: residual.floats_mut() };
-        kernels::gemm(&self.ctx, x.words(), x.rows, &w.packed, epilogue);
+        self.multiply(x, w, epilogue);
     }
 
     fn gate_up_silu_mul(&mut self, x: &CpuTensor, w: &CpuMatrix, out: &mut CpuTensor) {
@@ -363,7 +397,7 @@ impl Backend for CpuBackend {
         out.resize(x.rows);
         let n_ff = out.cols;
         let epilogue = Epilogue::SiluMul { out: out.words_mut(), n_ff };
-        kernels::gemm(&self.ctx, x.words(), x.rows, &w.packed, epilogue);
+        self.multiply(x, w, epilogue);
     }
 
     fn rms_norm(&mut self, x: &CpuTensor, weight: &Vec<f32>, eps: f32, out: &mut CpuTensor) {

@@ -9,6 +9,6 @@ pub mod reference;
 pub use cpu::{CpuBackend, CpuBuffers};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaBackend, CudaBuffers};
-pub use options::{CudaOptions, GemmMode};
+pub use options::{CudaOptions, GemmMode, Quantization};
 pub use quire_kernels_cpu::Isa;
 pub use reference::{ReferenceBackend, ReferenceBuffers};

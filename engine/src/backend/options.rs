@@ -1,4 +1,5 @@
-//! How a device is used; there whether or not the CUDA backend is built in.
+//! How a device is used, and what becomes of weights; there whether or not the CUDA backend is
+//! built in.
 
 /// Who multiplies matrices on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,4 +20,17 @@ pub struct CudaOptions {
     pub gemm: GemmMode,
     /// Launch every kernel of every step: no graphs.
     pub enforce_eager: bool,
+}
+
+/// What becomes of quantised weights, and of others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Quantization {
+    /// Every weight is kept in the backend's dtype.
+    #[default]
+    None,
+    /// A weight whose rows are all stored in one [`BlockFormat`](crate::ops::BlockFormat) is kept
+    /// and multiplied in it; others are kept in the backend's dtype.
+    Stored,
+    /// Every weight is rounded to 8 bits, with a scale for each row.
+    Int8,
 }

@@ -8,7 +8,7 @@
 use crate::memory::BufferSizes;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, DType, ForwardInput, KvLayout, MatrixLayout,
-    QkvArgs, StepLimits, TensorKind, WeightRows,
+    MatrixShape, QkvArgs, StepLimits, TensorKind, WeightFormats, WeightRows,
 };
 use crate::sampling::{RowTarget, SampleOutput, Sampler, SamplingBatch, sample_row};
 use quire_kernels_cpu::Isa;
@@ -32,8 +32,8 @@ impl BufferSizes for ReferenceBuffers {
         self.dtype
     }
 
-    fn matrix_bytes(&self, _: MatrixLayout, n: usize, k: usize) -> Option<usize> {
-        n.checked_mul(k)?.checked_mul(size_of::<f32>())
+    fn matrix_bytes(&self, matrix: &MatrixShape) -> Option<usize> {
+        matrix.n.checked_mul(matrix.k)?.checked_mul(size_of::<f32>())
     }
 
     fn tensor_bytes(&self, max_rows: usize, cols: usize, _: TensorKind) -> Option<usize> {
@@ -235,6 +235,7 @@ impl Backend for ReferenceBackend {
             isa: "scalar".into(),
             threads: 1,
             dtype: self.dtype,
+            quantization: WeightFormats::default(),
             batch_invariant: true,
         }
     }
@@ -246,7 +247,8 @@ impl Backend for ReferenceBackend {
         k: usize,
         rows: &dyn WeightRows,
     ) -> Result<RefMatrix, BackendError> {
-        let mut data = zeros(self.buffers.matrix_bytes(layout, n, k), "a weight")?;
+        let shape = MatrixShape { layout, n, k, blocks: None };
+        let mut data = zeros(self.buffers.matrix_bytes(&shape), "a weight")?;
         for (i, row) in data.chunks_exact_mut(k).enumerate() {
             rows.read(i, row).map_err(BackendError::Source)?;
             row.iter_mut().for_each(|x| *x = self.dtype.round(*x));

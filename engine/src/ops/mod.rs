@@ -16,13 +16,16 @@
 //! # Numerics
 //! Every op computes each output row from that row's own inputs in one fixed order, whatever else
 //! is in the batch (batch invariance). `Compute` tensors hold values rounded to the backend's
-//! dtype; `F32` tensors hold the residual stream, qkv and logits. Accumulation is f32.
+//! dtype; `F32` tensors hold the residual stream, qkv and logits. Accumulation is f32. Quantisation
+//! is a property of a weight: an op with a quantised one quantises its input, row by row, first.
 
 mod dtype;
 mod input;
+mod quantised;
 
 pub use dtype::DType;
 pub use input::{BlockTransfers, ForwardInput, KvLayout};
+pub use quantised::{BlockFormat, WeightFormats};
 
 use crate::sampling::{SampleOutput, SamplingBatch};
 
@@ -33,6 +36,19 @@ pub enum TensorKind {
     F32,
     /// Values rounded to the backend's dtype: inputs of GEMM and attention.
     Compute,
+}
+
+/// What is known of a weight before it is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixShape {
+    /// How its rows are used.
+    pub layout: MatrixLayout,
+    /// Rows.
+    pub n: usize,
+    /// Columns.
+    pub k: usize,
+    /// See [`WeightRows::block_format`].
+    pub blocks: Option<BlockFormat>,
 }
 
 /// How the rows of a weight matrix are used.
@@ -56,6 +72,16 @@ pub trait WeightRows: Sync {
     /// The bytes of a row as this machine lays out its elements, where they are at hand in a type
     /// that a backend computes in.
     fn stored(&self, _row: usize) -> Option<(DType, &[u8])> {
+        None
+    }
+
+    /// The format that every row is stored in, where it is one of quantised blocks.
+    fn block_format(&self) -> Option<BlockFormat> {
+        None
+    }
+
+    /// The blocks of a row, where there is such a format.
+    fn blocks(&self, _row: usize) -> Option<&[u8]> {
         None
     }
 }
@@ -129,8 +155,10 @@ pub struct BackendInfo {
     pub isa: String,
     /// Worker threads; 1 where it does not apply.
     pub threads: usize,
-    /// Type of weights, GEMM inputs and the KV cache.
+    /// Type of GEMM inputs, the KV cache and the weights that are not quantised.
     pub dtype: DType,
+    /// The weights that are, of those loaded so far.
+    pub quantization: WeightFormats,
     /// A request's results do not depend on what else is in the batch.
     pub batch_invariant: bool,
 }

@@ -2,11 +2,11 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, LANES, Simd};
+use super::{IntKernel, IntSimd, Kernel, LANES, Simd};
 
-/// Token of the AVX2 path.
+/// Token of the AVX2 paths; `VNNI` says whether the byte dot product is there.
 #[derive(Clone, Copy)]
-pub(super) struct Avx2(());
+pub(super) struct Avx2<const VNNI: bool>(());
 
 /// Runs `kernel` on this path.
 ///
@@ -14,7 +14,25 @@ pub(super) struct Avx2(());
 /// The CPU has AVX2 and FMA.
 #[target_feature(enable = "avx2,fma")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx2(()))
+    kernel.run(Avx2::<false>(()))
+}
+
+/// Runs `kernel` on this path.
+///
+/// # Safety
+/// The CPU has AVX2, FMA and F16C.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn run_int<K: IntKernel>(kernel: K) -> K::Output {
+    kernel.run(Avx2::<false>(()))
+}
+
+/// Runs `kernel` with the byte dot product.
+///
+/// # Safety
+/// The CPU has AVX2, FMA, F16C and AVX-VNNI.
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+pub(super) unsafe fn run_vnni<K: IntKernel>(kernel: K) -> K::Output {
+    kernel.run(Avx2::<true>(()))
 }
 
 /// Methods whose bodies are intrinsics without memory operands.
@@ -28,7 +46,7 @@ macro_rules! register_ops {
     };
 }
 
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for Avx2<VNNI> {
     type V = [__m256; 2];
     type W = [__m256i; 2];
     const MR: usize = 4;
@@ -134,6 +152,78 @@ impl Simd for Avx2 {
         fn pack_bf16(lo: Self::V, hi: Self::V) -> Self::W {
             [pack_bf16(lo[0], lo[1]), pack_bf16(hi[0], hi[1])]
         }
+    }
+}
+
+/// Methods that apply an expression to both halves of their vectors.
+macro_rules! half_ops {
+    ($(fn $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty = $h:ident => $e:expr;)*) => {
+        $(#[inline(always)]
+        fn $name(self, $($arg: $ty),*) -> $ret {
+            // SAFETY: the token proves the instructions; no memory is touched.
+            unsafe { [{ let $h = 0; $e }, { let $h = 1; $e }] }
+        })*
+    };
+}
+
+impl<const VNNI: bool> IntSimd for Avx2<VNNI> {
+    const BYTE_BIAS: i32 = if VNNI { 128 } else { 0 };
+
+    half_ops! {
+        fn dot_small(acc: Self::W, w: Self::W, x: Self::W) -> Self::W = h => if VNNI {
+            _mm256_dpbusd_avx_epi32(acc[h], w[h], x[h])
+        } else {
+            add_products(acc[h], w[h], x[h])
+        };
+        fn dot_bytes(acc: Self::W, w: Self::W, x: Self::W) -> Self::W = h => if VNNI {
+            _mm256_dpbusd_avx_epi32(acc[h], w[h], x[h])
+        } else {
+            // The sign moves from the weight to the activation, so a factor is unsigned.
+            let w = _mm256_xor_si256(w[h], _mm256_set1_epi8(-128));
+            add_products(acc[h], _mm256_abs_epi8(w), _mm256_sign_epi8(x[h], w))
+        };
+        fn dot_pairs(acc: Self::W, a: Self::W, b: Self::W) -> Self::W =
+            h => _mm256_add_epi32(acc[h], _mm256_madd_epi16(a[h], b[h]));
+        fn add_i(a: Self::W, b: Self::W) -> Self::W = h => _mm256_add_epi32(a[h], b[h]);
+        fn mul_i(a: Self::W, b: Self::W) -> Self::W = h => _mm256_mullo_epi32(a[h], b[h]);
+        fn or_w(a: Self::W, b: Self::W) -> Self::W = h => _mm256_or_si256(a[h], b[h]);
+        fn shl_w(a: Self::W, n: i32) -> Self::W = h => _mm256_sll_epi32(a[h], _mm_cvtsi32_si128(n));
+        fn shr_w(a: Self::W, n: i32) -> Self::W = h => _mm256_srl_epi32(a[h], _mm_cvtsi32_si128(n));
+        fn to_f32(a: Self::W) -> Self::V = h => _mm256_cvtepi32_ps(a[h]);
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Self::V {
+        let p = x.as_ptr().cast::<__m128i>();
+        // SAFETY: 16 halves are readable at `p`; the token proves F16C.
+        unsafe { [_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1)))] }
+    }
+
+    #[inline(always)]
+    fn round_i8(self, v: Self::V, out: &mut [u32; LANES / 4]) {
+        // SAFETY: 16 bytes are writable at `out`; the token proves AVX2.
+        unsafe {
+            let packed = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+            // `packs` works within 128-bit lanes.
+            let ordered = _mm256_permute4x64_epi64::<0b11_01_10_00>(packed);
+            let (lo, hi) =
+                (_mm256_castsi256_si128(ordered), _mm256_extracti128_si256::<1>(ordered));
+            _mm_storeu_si128(out.as_mut_ptr().cast(), _mm_packs_epi16(lo, hi));
+        }
+    }
+}
+
+/// `acc` plus four products of an unsigned byte up to 128 and a signed one above -128; two such
+/// products fit in the 16 bits between the steps.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn add_products(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let pairs = _mm256_maddubs_epi16(w, x);
+        _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
     }
 }
 

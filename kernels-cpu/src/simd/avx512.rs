@@ -4,11 +4,11 @@ use core::arch::x86_64::*;
 use core::mem::transmute;
 
 use super::avx2::{max8, sum8};
-use super::{Kernel, LANES, Simd};
+use super::{IntKernel, IntSimd, Kernel, LANES, Simd};
 
-/// Token of the AVX-512 paths; `BF16` says whether the dot product is there.
+/// Token of the AVX-512 paths; `BF16` and `VNNI` say which dot products are there.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512<const BF16: bool>(());
+pub(super) struct Avx512<const BF16: bool, const VNNI: bool>(());
 
 /// Runs `kernel` without the bfloat16 instructions.
 ///
@@ -16,7 +16,7 @@ pub(super) struct Avx512<const BF16: bool>(());
 /// The CPU has AVX-512 F, BW, DQ and VL.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx512::<false>(()))
+    kernel.run(Avx512::<false, false>(()))
 }
 
 /// Runs `kernel` with the bfloat16 instructions.
@@ -25,7 +25,25 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 /// The CPU has AVX-512 F, BW, DQ, VL and BF16.
 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) unsafe fn run_bf16<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx512::<true>(()))
+    kernel.run(Avx512::<true, false>(()))
+}
+
+/// Runs `kernel` without the byte dot product.
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ and VL.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn run_int<K: IntKernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<false, false>(()))
+}
+
+/// Runs `kernel` with the byte dot product.
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ, VL and VNNI.
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(super) unsafe fn run_vnni<K: IntKernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<false, true>(()))
 }
 
 /// Methods whose bodies are intrinsics without memory operands.
@@ -39,7 +57,7 @@ macro_rules! register_ops {
     };
 }
 
-impl<const BF16: bool> Simd for Avx512<BF16> {
+impl<const BF16: bool, const VNNI: bool> Simd for Avx512<BF16, VNNI> {
     type V = __m512;
     type W = __m512i;
     const MR: usize = 6;
@@ -138,6 +156,69 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm512_inserti64x4::<1>(low, _mm512_cvtepi32_epi16(round_bf16(hi)))
             }
         }
+    }
+}
+
+impl<const BF16: bool, const VNNI: bool> IntSimd for Avx512<BF16, VNNI> {
+    const BYTE_BIAS: i32 = if VNNI { 128 } else { 0 };
+
+    register_ops! {
+        fn dot_small(acc: Self::W, w: Self::W, x: Self::W) -> Self::W {
+            if VNNI { _mm512_dpbusd_epi32(acc, w, x) } else { add_products(acc, w, x) }
+        }
+        fn dot_bytes(acc: Self::W, w: Self::W, x: Self::W) -> Self::W {
+            if VNNI {
+                _mm512_dpbusd_epi32(acc, w, x)
+            } else {
+                // The sign moves from the weight to the activation, so a factor is unsigned.
+                let w = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+                let negative = _mm512_movepi8_mask(w);
+                let x = _mm512_mask_sub_epi8(x, negative, _mm512_setzero_si512(), x);
+                add_products(acc, _mm512_abs_epi8(w), x)
+            }
+        }
+        fn dot_pairs(acc: Self::W, a: Self::W, b: Self::W) -> Self::W {
+            if VNNI {
+                _mm512_dpwssd_epi32(acc, a, b)
+            } else {
+                _mm512_add_epi32(acc, _mm512_madd_epi16(a, b))
+            }
+        }
+        fn add_i(a: Self::W, b: Self::W) -> Self::W { _mm512_add_epi32(a, b) }
+        fn mul_i(a: Self::W, b: Self::W) -> Self::W { _mm512_mullo_epi32(a, b) }
+        fn or_w(a: Self::W, b: Self::W) -> Self::W { _mm512_or_si512(a, b) }
+        fn shl_w(a: Self::W, n: i32) -> Self::W { _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)) }
+        fn shr_w(a: Self::W, n: i32) -> Self::W { _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)) }
+        fn to_f32(a: Self::W) -> Self::V { _mm512_cvtepi32_ps(a) }
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Self::V {
+        // SAFETY: 16 halves are readable; the token proves AVX-512.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn round_i8(self, v: Self::V, out: &mut [u32; LANES / 4]) {
+        // SAFETY: 16 bytes are writable; the token proves AVX-512.
+        unsafe {
+            let bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v));
+            _mm_storeu_si128(out.as_mut_ptr().cast(), bytes);
+        }
+    }
+}
+
+/// `acc` plus four products of an unsigned byte up to 128 and a signed one above -128; two such
+/// products fit in the 16 bits between the steps.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+#[inline(always)]
+unsafe fn add_products(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let pairs = _mm512_maddubs_epi16(w, x);
+        _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
     }
 }
 

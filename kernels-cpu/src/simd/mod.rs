@@ -12,11 +12,14 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod int;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
 
 use crate::isa::Isa;
+
+pub(crate) use int::{IntKernel, IntPath, IntSimd, dispatch_int};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;

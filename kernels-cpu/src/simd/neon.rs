@@ -2,7 +2,7 @@
 
 use core::arch::aarch64::*;
 
-use super::{LANES, Simd};
+use super::{IntSimd, LANES, Simd};
 
 /// Token of the NEON path.
 #[derive(Clone, Copy)]
@@ -124,6 +124,109 @@ impl Simd for Neon {
                 pack_bf16(hi[2], hi[3]),
             ]
         }
+    }
+}
+
+impl IntSimd for Neon {
+    const BYTE_BIAS: i32 = 0;
+
+    quarter_ops! {
+        fn dot_small(acc: Self::W, w: Self::W, x: Self::W) -> Self::W =
+            q => add_products(acc[q], vreinterpretq_s8_u32(w[q]), x[q]);
+        fn dot_bytes(acc: Self::W, w: Self::W, x: Self::W) -> Self::W =
+            q => add_products(acc[q], signed_bytes(w[q]), x[q]);
+        fn dot_pairs(acc: Self::W, a: Self::W, b: Self::W) -> Self::W =
+            q => add_pairs(acc[q], a[q], b[q]);
+        fn add_i(a: Self::W, b: Self::W) -> Self::W = q => vaddq_u32(a[q], b[q]);
+        fn mul_i(a: Self::W, b: Self::W) -> Self::W = q => vmulq_u32(a[q], b[q]);
+        fn or_w(a: Self::W, b: Self::W) -> Self::W = q => vorrq_u32(a[q], b[q]);
+        fn shl_w(a: Self::W, n: i32) -> Self::W = q => vshlq_u32(a[q], vdupq_n_s32(n));
+        fn shr_w(a: Self::W, n: i32) -> Self::W = q => vshlq_u32(a[q], vdupq_n_s32(-n));
+        fn to_f32(a: Self::W) -> Self::V = q => vcvtq_f32_s32(vreinterpretq_s32_u32(a[q]));
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Self::V {
+        let p = x.as_ptr();
+        // SAFETY: 16 halves are readable at `p`.
+        unsafe {
+            [
+                widen_f16(vld1_u16(p)),
+                widen_f16(vld1_u16(p.add(4))),
+                widen_f16(vld1_u16(p.add(8))),
+                widen_f16(vld1_u16(p.add(12))),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn round_i8(self, v: Self::V, out: &mut [u32; LANES / 4]) {
+        // SAFETY: 16 bytes are writable at `out`.
+        unsafe {
+            let lo = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(v[0])), vmovn_s32(vcvtnq_s32_f32(v[1])));
+            let hi = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(v[2])), vmovn_s32(vcvtnq_s32_f32(v[3])));
+            vst1q_s8(out.as_mut_ptr().cast(), vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
+        }
+    }
+}
+
+/// Bytes less 128.
+///
+/// # Safety
+/// The CPU has NEON.
+#[inline(always)]
+unsafe fn signed_bytes(w: uint32x4_t) -> int8x16_t {
+    // SAFETY: by this function's contract.
+    unsafe { vreinterpretq_s8_u32(veorq_u32(w, vdupq_n_u32(0x8080_8080))) }
+}
+
+/// `acc` plus the products of four signed bytes; the dot product instruction is not in the
+/// baseline.
+///
+/// # Safety
+/// The CPU has NEON.
+#[inline(always)]
+unsafe fn add_products(acc: uint32x4_t, w: int8x16_t, x: uint32x4_t) -> uint32x4_t {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let x = vreinterpretq_s8_u32(x);
+        let lo = vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)));
+        let hi = vpaddlq_s16(vmull_high_s8(w, x));
+        vaddq_u32(acc, vreinterpretq_u32_s32(vpaddq_s32(lo, hi)))
+    }
+}
+
+/// `acc` plus the products of two signed 16-bit halves.
+///
+/// # Safety
+/// The CPU has NEON.
+#[inline(always)]
+unsafe fn add_pairs(acc: uint32x4_t, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let (a, b) = (vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b));
+        let lo = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+        vaddq_u32(acc, vreinterpretq_u32_s32(vpaddq_s32(lo, vmull_high_s16(a, b))))
+    }
+}
+
+/// Four IEEE halves, widened.
+///
+/// # Safety
+/// The CPU has NEON.
+#[inline(always)]
+unsafe fn widen_f16(x: uint16x4_t) -> float32x4_t {
+    // SAFETY: by this function's contract.
+    unsafe {
+        let bits = vmovl_u16(x);
+        let sign = vshlq_n_u32::<16>(vandq_u32(bits, vdupq_n_u32(0x8000)));
+        let magnitude = vshlq_n_u32::<13>(vandq_u32(bits, vdupq_n_u32(0x7fff)));
+        // 2^112 moves the bias from 15 to 127; infinity and NaN get their exponent whole.
+        let scaled = vmulq_n_f32(vreinterpretq_f32_u32(magnitude), f32::from_bits(239 << 23));
+        let special = vcgeq_u32(magnitude, vdupq_n_u32(0x7c00 << 13));
+        let exponent = vandq_u32(special, vdupq_n_u32(0x7f80_0000));
+        let value = vorrq_u32(vreinterpretq_u32_f32(scaled), exponent);
+        vreinterpretq_f32_u32(vorrq_u32(value, sign))
     }
 }
 

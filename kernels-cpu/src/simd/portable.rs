@@ -1,6 +1,6 @@
 //! The path without intrinsics: arrays that the compiler vectorises for its baseline.
 
-use super::{LANES, Simd};
+use super::{IntSimd, LANES, ROUND_MAGIC, Simd};
 
 /// Token of the portable path.
 #[derive(Clone, Copy)]
@@ -136,6 +136,86 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn prefetch_l2(self, _: *const u32) {}
+}
+
+impl IntSimd for Portable {
+    const BYTE_BIAS: i32 = 0;
+    // Without vector registers to fill, more rows are only more code.
+    const ROWS: usize = 1;
+
+    #[inline(always)]
+    fn fused(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        lanes!(i => a[i].mul_add(b[i], c[i]))
+    }
+
+    #[inline(always)]
+    fn dot_small(self, acc: Self::W, w: Self::W, x: Self::W) -> Self::W {
+        lanes!(i => {
+            let products = (0..4).map(|byte| i32::from(w[i].to_le_bytes()[byte])
+                * i32::from(x[i].to_le_bytes()[byte].cast_signed()));
+            acc[i].wrapping_add_signed(products.sum())
+        })
+    }
+
+    #[inline(always)]
+    fn dot_bytes(self, acc: Self::W, w: Self::W, x: Self::W) -> Self::W {
+        lanes!(i => {
+            let products = (0..4).map(|byte| (i32::from(w[i].to_le_bytes()[byte]) - 128)
+                * i32::from(x[i].to_le_bytes()[byte].cast_signed()));
+            acc[i].wrapping_add_signed(products.sum())
+        })
+    }
+
+    #[inline(always)]
+    fn dot_pairs(self, acc: Self::W, a: Self::W, b: Self::W) -> Self::W {
+        let low = |x: u32| i32::from(x as i16);
+        let high = |x: u32| x.cast_signed() >> 16;
+        lanes!(i => {
+            acc[i].wrapping_add_signed(low(a[i]) * low(b[i]) + high(a[i]) * high(b[i]))
+        })
+    }
+
+    #[inline(always)]
+    fn add_i(self, a: Self::W, b: Self::W) -> Self::W {
+        lanes!(i => a[i].wrapping_add(b[i]))
+    }
+
+    #[inline(always)]
+    fn mul_i(self, a: Self::W, b: Self::W) -> Self::W {
+        lanes!(i => a[i].wrapping_mul(b[i]))
+    }
+
+    #[inline(always)]
+    fn or_w(self, a: Self::W, b: Self::W) -> Self::W {
+        lanes!(i => a[i] | b[i])
+    }
+
+    #[inline(always)]
+    fn shl_w(self, a: Self::W, n: i32) -> Self::W {
+        lanes!(i => a[i] << n)
+    }
+
+    #[inline(always)]
+    fn shr_w(self, a: Self::W, n: i32) -> Self::W {
+        lanes!(i => a[i] >> n)
+    }
+
+    #[inline(always)]
+    fn to_f32(self, a: Self::W) -> Self::V {
+        lanes!(i => a[i].cast_signed() as f32)
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[u16; LANES]) -> Self::V {
+        lanes!(i => half::f16::from_bits(x[i]).to_f32())
+    }
+
+    #[inline(always)]
+    fn round_i8(self, v: Self::V, out: &mut [u32; LANES / 4]) {
+        // Adding the magic number leaves the integer in the low bits.
+        let bytes: [u8; LANES] = lanes!(i => (v[i] + ROUND_MAGIC).to_bits() as u8);
+        *out = bytemuck::cast(bytes);
+    }
 }
 
 /// The bits of `x` rounded to bf16, to nearest even.

@@ -129,12 +129,20 @@ impl GgufFile {
         Ok(())
     }
 
+    /// The bytes of a row that a matrix of this file has.
+    fn stored_row(&self, matrix: &TensorInfo, row: usize) -> &[u8] {
+        let bytes = row_bytes(&matrix.shape, matrix.dtype, row, matrix.shape[1]);
+        &self.data[matrix.data.clone()][bytes.expect("the matrix has the row")]
+    }
+
     fn tensor_error(&self, name: &str, problem: impl Into<String>) -> LoadError {
         LoadError::tensor(self.path.display().to_string(), name, problem)
     }
 }
 
 #[cfg(test)]
-mod testing;
+mod block_tests;
+#[cfg(test)]
+pub(crate) mod testing;
 #[cfg(test)]
 mod tests;

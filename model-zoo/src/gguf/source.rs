@@ -120,6 +120,13 @@ impl WeightSource for GgufSource {
         }
     }
 
+    fn stored_row(&self, name: &str, row: usize) -> Option<&[u8]> {
+        let &Entry { index, order } = self.tensors.get(name)?;
+        let tensor = &self.file.header.tensors[index];
+        let [rows, _] = tensor.shape[..] else { return None };
+        (row < rows).then(|| self.file.stored_row(tensor, order.stored(row)))
+    }
+
     fn location(&self, _name: &str) -> String {
         self.file.path().display().to_string()
     }

@@ -1,5 +1,9 @@
 //! Writes GGUF files for tests, well-formed or not.
 
+use super::{GgufFile, GgufSource, types::tensor_type};
+use crate::spec::DecoderSpec;
+use std::path::Path;
+
 /// A GGUF file in the making.
 #[derive(Clone)]
 pub(super) struct Builder {
@@ -115,6 +119,54 @@ impl Builder {
         out.extend(&self.data);
         out
     }
+}
+
+/// A llama of two layers whose matrices are of these ggml types: the embedding, which is the head,
+/// too; queries and keys; values; the rest. All sizes are whole blocks. Bytes are any, scales small.
+pub(crate) fn block_model(kinds: [u32; 4]) -> (DecoderSpec, GgufSource) {
+    let (hidden, ff, vocab) = (256, 512, 300);
+    let mut builder = Builder::new()
+        .string("general.architecture", "llama")
+        .u32("llama.block_count", 2)
+        .u32("llama.context_length", 128)
+        .u32("llama.embedding_length", hidden as u32)
+        .u32("llama.feed_forward_length", ff as u32)
+        .u32("llama.attention.head_count", 8)
+        .u32("llama.attention.head_count_kv", 2)
+        .f32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        .u32("tokenizer.ggml.eos_token_id", 2);
+    let [embedding, qk, v, rest] = kinds;
+    builder = matrix(builder, "token_embd.weight", [vocab, hidden], embedding);
+    builder = builder.floats("output_norm.weight", &[hidden], &vec![1.0; hidden]);
+    for layer in 0..2 {
+        for (name, shape, kind) in [
+            ("attn_q", [hidden, hidden], qk),
+            ("attn_k", [hidden / 4, hidden], qk),
+            ("attn_v", [hidden / 4, hidden], v),
+            ("attn_output", [hidden, hidden], rest),
+            ("ffn_gate", [ff, hidden], rest),
+            ("ffn_up", [ff, hidden], rest),
+            ("ffn_down", [hidden, ff], rest),
+        ] {
+            builder = matrix(builder, &format!("blk.{layer}.{name}.weight"), shape, kind);
+        }
+        for name in ["attn_norm", "ffn_norm"] {
+            let name = format!("blk.{layer}.{name}.weight");
+            builder = builder.floats(&name, &[hidden], &vec![1.0; hidden]);
+        }
+    }
+    let file = GgufFile::from_bytes(Path::new("blocks.gguf"), builder.bytes());
+    let file = file.expect("a good file");
+    let spec = file.spec().expect("a llama");
+    (spec, file.into_source().expect("its weights"))
+}
+
+fn matrix(builder: Builder, name: &str, [rows, cols]: [usize; 2], kind: u32) -> Builder {
+    let dtype = tensor_type(kind).expect("a type that can be read");
+    let bytes = rows * cols / dtype.block_elements() * dtype.block_bytes();
+    // No pair of bytes is an f16 beyond 2, nor are four an f32 or two a bf16.
+    let data: Vec<u8> = (0..bytes).map(|i| ((i * 7919) >> 5) as u8 & 0x3f).collect();
+    builder.tensor(name, &[cols as u64, rows as u64], kind, &data)
 }
 
 fn string(text: &str) -> Vec<u8> {

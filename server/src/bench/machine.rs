@@ -40,6 +40,7 @@ pub struct BackendReport {
     pub isa: String,
     pub threads: usize,
     pub dtype: String,
+    pub quantization: String,
     pub batch_invariant: bool,
 }
 
@@ -50,6 +51,7 @@ impl From<BackendInfo> for BackendReport {
             isa: info.isa,
             threads: info.threads,
             dtype: info.dtype.to_string(),
+            quantization: info.quantization.to_string(),
             batch_invariant: info.batch_invariant,
         }
     }

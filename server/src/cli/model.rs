@@ -6,7 +6,7 @@ use crate::device::{Choice, DeviceFlag, Why};
 use crate::size::parse_size;
 use anyhow::ensure;
 use clap::{Args, ValueEnum};
-use quire_engine::backend::{CudaOptions, GemmMode, Isa};
+use quire_engine::backend::{CudaOptions, GemmMode, Isa, Quantization};
 use quire_engine::{DType, EngineConfig};
 use quire_model_zoo::LoadOptions;
 use std::path::PathBuf;
@@ -87,6 +87,9 @@ struct EngineArgs {
     /// Type of weights and KV: auto, f32 or bf16 [default: auto, f32 for f32 models, else bf16]
     #[arg(long, value_name = "TYPE", value_parser = parse_dtype)]
     dtype: Option<Dtype>,
+    /// What becomes of weights
+    #[arg(long, value_enum, default_value = "auto")]
+    quantization: QuantizationName,
     /// What runs the model: cpu, cuda, cuda:N or reference; auto is the first CUDA device if it can
     /// be used, else the CPU
     #[arg(
@@ -138,6 +141,28 @@ fn parse_dtype(text: &str) -> Result<Dtype, String> {
     dtype.map(|dtype| Dtype(Some(dtype))).map_err(|_| "must be auto, f32 or bf16".to_owned())
 }
 
+/// A [`Quantization`] by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum QuantizationName {
+    /// On the CPU, blocks of a GGUF file are used as they are (Q8_0, Q4_0, Q4_1, Q4_K, Q6_K),
+    /// unless --dtype says otherwise
+    Auto,
+    /// Every weight is unpacked to the dtype
+    None,
+    /// Every weight is rounded to 8 bits, on the CPU
+    Int8,
+}
+
+impl From<QuantizationName> for Option<Quantization> {
+    fn from(name: QuantizationName) -> Self {
+        match name {
+            QuantizationName::Auto => None,
+            QuantizationName::None => Some(Quantization::None),
+            QuantizationName::Int8 => Some(Quantization::Int8),
+        }
+    }
+}
+
 /// A [`GemmMode`] by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum GemmName {
@@ -167,6 +192,12 @@ impl EngineArgs {
         for (name, given, applies, whose) in [
             ("--isa", self.isa.is_some(), of_cpu(self.device), "the CPU"),
             ("--threads", self.threads.is_some(), cpu_is_used, "the CPU"),
+            (
+                "--quantization int8",
+                self.quantization == QuantizationName::Int8,
+                of_cpu(self.device),
+                "the CPU",
+            ),
             ("--gemm", self.gemm.is_some(), cuda_is_used, "a CUDA device"),
             ("--enforce-eager", self.enforce_eager, cuda_is_used, "a CUDA device"),
         ] {
@@ -210,6 +241,7 @@ impl ModelArgs {
         let options = LoadOptions {
             backend: choice.backend,
             dtype: flags.dtype.and_then(|dtype| dtype.0),
+            quantization: flags.quantization.into(),
             isa: flags.isa,
             threads: flags.threads,
             cuda: CudaOptions {
@@ -262,7 +294,7 @@ fn parse_share(text: &str) -> Result<f32, String> {
 mod tests {
     use crate::cli::{Cli, Command};
     use clap::Parser;
-    use quire_engine::backend::GemmMode;
+    use quire_engine::backend::{GemmMode, Quantization};
     use quire_model_zoo::{BackendKind, LoadOptions};
 
     fn options(flags: &str) -> Result<LoadOptions, String> {
@@ -299,6 +331,24 @@ mod tests {
     }
 
     #[test]
+    fn quantization_is_chosen_by_device_and_dtype_unless_it_is_given() {
+        for (flags, quantization) in [
+            ("--device cpu", Quantization::Stored),
+            ("--device cpu --dtype auto --quantization auto", Quantization::Stored),
+            ("--device cpu --dtype bf16", Quantization::None),
+            ("--device cpu --dtype f32 --quantization auto", Quantization::None),
+            ("--device cpu --quantization none", Quantization::None),
+            ("--device cpu --quantization int8 --dtype f32", Quantization::Int8),
+            ("--device cuda", Quantization::None),
+            ("--device reference --quantization none", Quantization::None),
+        ] {
+            assert_eq!(options(flags).unwrap().quantization(), quantization, "{flags}");
+        }
+        let unknown = options("--quantization q4").unwrap_err();
+        assert!(unknown.contains("[possible values: auto, none, int8]"), "{unknown}");
+    }
+
+    #[test]
     fn flags_of_another_device_are_refused_unless_nobody_chose_it() {
         for (flags, problem) in [
             ("--device cpu --gemm triton", "--gemm is for a CUDA device, not for --device cpu"),
@@ -306,6 +356,8 @@ mod tests {
             ("--device cuda:2 --isa avx2", "--isa is for the CPU, not for --device cuda:2"),
             ("--device cuda --threads 2", "--threads is for the CPU"),
             ("--device reference --threads 2", "--threads is for the CPU"),
+            ("--device cuda --quantization int8", "--quantization int8 is for the CPU"),
+            ("--device reference --quantization int8", "not for --device reference"),
         ] {
             assert!(options(flags).unwrap_err().contains(problem), "{flags}");
         }

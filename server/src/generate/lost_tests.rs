@@ -7,7 +7,7 @@ use super::stream::stream;
 use crate::cli::Format;
 use crate::output::Output;
 use quire_engine::model::ModelInfo;
-use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, KvLayout};
+use quire_engine::ops::{BackendError, BackendInfo, BlockTransfers, KvLayout, WeightFormats};
 use quire_engine::runner::{Executor, ExecutorOutput, Step};
 use quire_engine::sampling::{RowTarget, SampleOutput};
 use quire_engine::{DType, Engine, EngineConfig, Request, RequestError, SamplingParams};
@@ -40,6 +40,7 @@ impl Executor for Dying {
             isa: String::new(),
             threads: 1,
             dtype: DType::F32,
+            quantization: WeightFormats::default(),
             batch_invariant: true,
         }
     }

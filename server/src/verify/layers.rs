@@ -4,7 +4,7 @@ use crate::Outcome;
 use crate::cli::VerifyArgs;
 use crate::output::{Output, counted};
 use anyhow::{Context, ensure};
-use quire_engine::backend::CudaOptions;
+use quire_engine::backend::{CudaOptions, Quantization};
 use quire_engine::derived_seed;
 use quire_model_zoo::loader::ModelFormat;
 use quire_model_zoo::trace::{LayerReport, OpDifference, Side, compare};
@@ -29,6 +29,7 @@ struct Report<'a> {
     backend: &'a str,
     isa: Option<String>,
     dtype: String,
+    quantization: &'static str,
     tokens: &'a [u32],
     passed: bool,
     first_difference: Option<&'a OpDifference>,
@@ -52,10 +53,13 @@ pub fn run(
         backend: choice.backend,
         isa: None,
         threads: options.threads,
+        quantization: Quantization::None,
         cuda: CudaOptions { device: choice.device, ..options.cuda },
     };
     let LoadOptions { backend, isa, threads, cuda, .. } = *options;
-    let side = Side { backend, isa, threads, cuda };
+    // Unless somebody asks for it: the other side has none, and would differ everywhere.
+    let quantization = options.quantization.unwrap_or_default();
+    let side = Side { backend, isa, threads, quantization, cuda };
     let report = compare(files, dtype, &tokens, (against, side))?;
     let first = report.first_difference();
     let mut output = Output::stdout();
@@ -66,6 +70,7 @@ pub fn run(
             backend: name(side.backend),
             isa: side.isa.map(|isa| isa.to_string()),
             dtype: dtype.to_string(),
+            quantization: quantization_name(quantization),
             tokens: &tokens,
             passed: first.is_none(),
             first_difference: first,
@@ -83,7 +88,11 @@ pub fn run(
         };
         let backends = format!("{} against {}", name(side.backend), name(against.backend));
         let count = counted(tokens.len() as u64, "token");
-        let _ = writeln!(text, "{verdict} ({backends}, {dtype}, {count})");
+        let quantised = match quantization {
+            Quantization::None => String::new(),
+            other => format!("weights {}, ", quantization_name(other)),
+        };
+        let _ = writeln!(text, "{verdict} ({backends}, {dtype}, {quantised}{count})");
         output.text(&text)?;
     }
     Ok(if first.is_none() { Outcome::Done } else { Outcome::Failed })
@@ -94,6 +103,14 @@ fn name(backend: BackendKind) -> &'static str {
         BackendKind::Reference => "reference",
         BackendKind::Cpu => "cpu",
         BackendKind::Cuda => "cuda",
+    }
+}
+
+fn quantization_name(quantization: Quantization) -> &'static str {
+    match quantization {
+        Quantization::None => "none",
+        Quantization::Stored => "stored",
+        Quantization::Int8 => "int8",
     }
 }
 

@@ -11,7 +11,8 @@ use crate::backend::GemmMode;
 use crate::memory::BufferSizes;
 use crate::model::MAX_LOGIT_ROWS;
 use crate::ops::{
-    BackendError, DType, KvLayout, MatrixLayout, ReadError, StepLimits, TensorKind, WeightRows,
+    BackendError, DType, KvLayout, MatrixLayout, MatrixShape, ReadError, StepLimits, TensorKind,
+    WeightRows,
 };
 use half::bf16;
 use std::marker::PhantomData;
@@ -50,8 +51,8 @@ impl BufferSizes for CudaBuffers {
         self.dtype
     }
 
-    fn matrix_bytes(&self, _: MatrixLayout, n: usize, k: usize) -> Option<usize> {
-        padded(n)?.checked_mul(k)?.checked_mul(self.dtype.size())
+    fn matrix_bytes(&self, matrix: &MatrixShape) -> Option<usize> {
+        padded(matrix.n)?.checked_mul(matrix.k)?.checked_mul(self.dtype.size())
     }
 
     fn vector_bytes(&self, len: usize) -> Option<usize> {
@@ -74,7 +75,12 @@ impl BufferSizes for CudaBuffers {
         DeviceSampler::bytes(&sampler_limits(limits)?)
     }
 
-    fn step_bytes(&self, limits: &StepLimits, layout: &KvLayout) -> Option<usize> {
+    fn step_bytes(
+        &self,
+        limits: &StepLimits,
+        layout: &KvLayout,
+        _: &[MatrixShape],
+    ) -> Option<usize> {
         let parts = [
             step::bytes(limits)?,
             attention::scratch_bytes(limits.max_positions, limits.num_heads, layout.head_dim),
@@ -178,7 +184,8 @@ impl<T: Compute> Uploader<T> {
         rows: &dyn WeightRows,
     ) -> Result<CudaMatrix<T>, BackendError> {
         check_shape(layout, n, k)?;
-        let bytes = CudaBuffers::of::<T>().matrix_bytes(layout, n, k);
+        let shape = MatrixShape { layout, n, k, blocks: None };
+        let bytes = CudaBuffers::of::<T>().matrix_bytes(&shape);
         let buffer = context.alloc(bytes.ok_or_else(|| too_large("weights"))?, "weights")?;
         let row_bytes = k * size_of::<T>();
         let at_once = (STAGE_BYTES / row_bytes).max(1);

@@ -13,7 +13,7 @@ use crate::backend::GemmMode;
 use crate::model::MAX_LOGIT_ROWS;
 use crate::ops::{
     AttentionArgs, Backend, BackendError, BackendInfo, ForwardInput, KvLayout, MatrixLayout,
-    QkvArgs, StepLimits, TensorKind, WeightRows,
+    QkvArgs, StepLimits, TensorKind, WeightFormats, WeightRows,
 };
 use crate::sampling::{SampleOutput, SamplingBatch};
 use quire_kernels_ptx::DevicePtr;
@@ -106,6 +106,7 @@ impl<T: Compute> Backend for CudaBackend<T> {
             isa: format!("{} (compute capability {})", info.name, info.capability),
             threads: 1,
             dtype: T::COMPUTE,
+            quantization: WeightFormats::default(),
             batch_invariant: self.options.gemm == GemmMode::Triton,
         }
     }
