@@ -11,10 +11,11 @@ SEEDS ?= 20000
 
 KERNELS_PYTHON := kernels-triton/.venv/bin/python
 FORMAT ?= md
+W ?= bench/compare/work
 
 .DEFAULT_GOAL := help
-.PHONY: help run test sim bench bench-build bench-static gpu-check gpu-check-build lint fetch setup \
-	kernels kernels-check kernels-profile
+.PHONY: help run test sim bench bench-build bench-static compare compare-setup gpu-check \
+	gpu-check-build lint fetch setup kernels kernels-check kernels-profile
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -24,6 +25,7 @@ run: fetch ## build quire and answer the prompts of examples/prompts.jsonl (anot
 	$(QUIRE) generate $(MODEL) --input $(PROMPTS) --format text
 
 test: fetch ## run all tests; the model they need is fetched once
+	python3 -m unittest discover -q -s bench/compare
 	QUIRE_TEST_MODEL=required $(CARGO) test --workspace
 
 sim: ## simulate scheduler and block pool over SEEDS=20000 seeds; SEED=n replays one and tells it
@@ -41,6 +43,13 @@ bench-static: fetch ## measure continuous against static batching, on two mixes 
 		--policy static:8,fcfs:16
 	$(QUIRE) bench throughput $(MODEL) --classes 80x16@8 20x512@8 --max-model-len 544 \
 		--num-blocks-override 272 --policy static:8,fcfs:8,fcfs:32
+
+compare: ## run Quire and other engines on the same requests, in turns (COMPARE_ARGS="--model 1b")
+	$(CARGO) build --release -p quire-server
+	bench/compare/compare.py --work $(W) --quire $(QUIRE) $(COMPARE_ARGS)
+
+compare-setup: ## install what `compare` runs beside Quire into W=bench/compare/work (PyPI, 15 GB)
+	@W=$(W) bench/compare/setup.sh
 
 gpu-check: gpu-check-build ## check results and speed on an NVIDIA GPU in ten minutes (a rehearsal without: DRY_RUN=1)
 	$(GPU_CHECK)/gpu-check $(if $(DRY_RUN),--dry-run) --data $(GPU_CHECK)/data $(GPU_CHECK_ARGS)

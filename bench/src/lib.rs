@@ -5,13 +5,17 @@
 //! * [`gpu_check`]: what `make gpu-check` runs.
 //! * [`models`]: models with random weights, of well-known shapes.
 //! * [`running`]: schedulers full of sequences that decode.
+//! * [`speed`]: speeds as shares of what the machine can do.
 
 pub mod gpu_check;
 pub mod models;
 pub mod running;
+pub mod speed;
 
-use quire_kernels_cpu::{AttnArgs, Ctx, Dtype, KvCache, KvShape, QkvArgs, attention};
-use quire_kernels_cpu::{qk_norm_rope_write_kv, to_words};
+use quire_kernels_cpu::{
+    AttnArgs, AttnScratch, AttnScratchShape, Ctx, Dtype, KvCache, KvShape, QkvArgs, attention,
+    qk_norm_rope_write_kv, to_words,
+};
 
 /// Shape of a paged attention workload.
 #[derive(Clone, Copy, Debug)]
@@ -47,10 +51,22 @@ impl Shape {
     }
 }
 
+/// What attends to a [`PagedBatch`].
+#[derive(Clone, Copy, Debug)]
+pub struct Queries {
+    /// The first so many of its sequences.
+    pub num_seqs: usize,
+    /// The last so many tokens of each.
+    pub query_len: usize,
+    /// Query heads.
+    pub num_heads: usize,
+}
+
 /// A filled cache with the metadata of one step.
 pub struct PagedBatch {
     shape: Shape,
     kv: KvCache,
+    scratch: AttnScratch,
     q: Vec<u32>,
     out: Vec<u32>,
     query_start_loc: Vec<i32>,
@@ -111,20 +127,53 @@ impl PagedBatch {
             let table = &block_table[seq * max_blocks..][..max_blocks];
             write_sequence(ctx, &shape, table, &mut random, &mut kv);
         }
-        let rows = shape.num_seqs * shape.query_len;
-        let width = shape.num_heads * shape.head_dim;
-        let mut q = vec![0; rows * dtype.words(width)];
-        to_words(ctx, &random.floats(rows * width), rows, width, &mut q, dtype);
-        PagedBatch {
+        let mut batch = PagedBatch {
             shape,
             kv,
-            out: vec![0; q.len()],
-            q,
-            query_start_loc: (0..=shape.num_seqs).map(|i| (i * shape.query_len) as i32).collect(),
-            seq_lens: vec![shape.context as i32; shape.num_seqs],
+            scratch: AttnScratch::default(),
+            q: Vec::new(),
+            out: Vec::new(),
+            query_start_loc: Vec::new(),
+            seq_lens: Vec::new(),
             block_table,
             max_blocks,
-        }
+        };
+        let Shape { num_seqs, query_len, num_heads, .. } = shape;
+        batch.set_queries(ctx, Queries { num_seqs, query_len, num_heads });
+        batch
+    }
+
+    /// Takes other queries to the same keys and values.
+    pub fn set_queries(&mut self, ctx: &Ctx, queries: Queries) {
+        let Queries { num_seqs, query_len, num_heads } = queries;
+        assert!(num_seqs <= self.max_seqs(), "{num_seqs} of {} sequences", self.max_seqs());
+        self.shape = Shape { num_seqs, query_len, num_heads, ..self.shape };
+        let (rows, width) = (num_seqs * query_len, num_heads * self.shape.head_dim);
+        let dtype = self.kv.shape().dtype;
+        self.q = vec![0; rows * dtype.words(width)];
+        let values = Random::new(0x9E37_79B9).floats(rows * width);
+        to_words(ctx, &values, rows, width, &mut self.q, dtype);
+        self.out = vec![0; self.q.len()];
+        let shape = AttnScratchShape {
+            seqs: num_seqs,
+            positions: self.shape.context,
+            q_heads: num_heads,
+            kv_heads: self.shape.num_kv_heads,
+            head_dim: self.shape.head_dim,
+        };
+        self.scratch.reserve(&shape).expect("it is small beside the cache");
+        self.query_start_loc = (0..=num_seqs).map(|i| (i * query_len) as i32).collect();
+        self.seq_lens = vec![self.shape.context as i32; num_seqs];
+    }
+
+    /// Sequences in the cache.
+    pub fn max_seqs(&self) -> usize {
+        self.block_table.len() / self.max_blocks
+    }
+
+    /// What attends to what.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
     }
 
     /// Runs attention once.
@@ -135,13 +184,13 @@ impl PagedBatch {
             layer: 0,
             query_start_loc: &self.query_start_loc,
             seq_lens: &self.seq_lens,
-            block_table: &self.block_table,
+            block_table: &self.block_table[..self.shape.num_seqs * self.max_blocks],
             max_blocks: self.max_blocks,
             scale: (self.shape.head_dim as f32).sqrt().recip(),
             window: None,
             softcap: None,
         };
-        attention(ctx, &args, &self.kv, &mut self.out);
+        attention(ctx, &args, &self.kv, &mut self.scratch, &mut self.out);
         &self.out
     }
 }

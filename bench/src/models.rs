@@ -51,6 +51,17 @@ pub const SMOLLM2: Sizes = Sizes {
     head_dim: 64,
     tied: true,
 };
+/// Qwen2.5 0.5B.
+pub const QWEN_05B: Sizes = Sizes {
+    vocab: 151_936,
+    hidden: 896,
+    mlp: 4864,
+    layers: 24,
+    heads: 14,
+    kv_heads: 2,
+    head_dim: 64,
+    tied: true,
+};
 /// Llama 3.2 1B.
 pub const LLAMA_1B: Sizes = Sizes {
     vocab: 128_256,
@@ -111,6 +122,18 @@ impl Sizes {
             eos: Vec::new(),
             torch_dtype: None,
         }
+    }
+
+    /// Name, outputs and inputs of each matrix of a layer, and of the head.
+    pub fn matrices(&self) -> [(&'static str, usize, usize); 5] {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        [
+            ("qkv", q + 2 * kv, self.hidden),
+            ("o", self.hidden, q),
+            ("gate_up", 2 * self.mlp, self.hidden),
+            ("down", self.hidden, self.mlp),
+            ("logits", self.vocab, self.hidden),
+        ]
     }
 
     /// Bytes of bf16 weights that a decode step reads: all but an embedding that is not the output

@@ -1,5 +1,6 @@
 //! Counters of an engine, as plain structs.
 
+use crate::ops::ForwardInput;
 use crate::scheduler::SchedulerStats;
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,45 @@ impl StepTimes {
     }
 }
 
+/// What steps computed, padding included. Windows are not taken into account.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepWork {
+    /// Tokens.
+    pub tokens: u64,
+    /// Rows of logits.
+    pub logit_rows: u64,
+    /// Keys of the sequences, each counted once a step.
+    pub read_keys: u64,
+    /// Pairs of a token and a key it sees.
+    pub attended_keys: u64,
+}
+
+impl StepWork {
+    /// The work of one step.
+    pub fn of(input: &ForwardInput) -> Self {
+        let mut work = StepWork {
+            tokens: input.num_tokens() as u64,
+            logit_rows: input.logits_indices.len() as u64,
+            ..StepWork::default()
+        };
+        for (starts, &keys) in input.query_start_loc.windows(2).zip(&input.seq_lens) {
+            let (tokens, keys) = (i64::from(starts[1] - starts[0]), i64::from(keys));
+            work.read_keys += keys as u64;
+            // The last token sees all keys, each one before it one less.
+            work.attended_keys += (tokens * keys - tokens * (tokens - 1) / 2) as u64;
+        }
+        work
+    }
+
+    fn add(&mut self, other: &StepWork) {
+        let StepWork { tokens, logit_rows, read_keys, attended_keys } = other;
+        self.tokens += tokens;
+        self.logit_rows += logit_rows;
+        self.read_keys += read_keys;
+        self.attended_keys += attended_keys;
+    }
+}
+
 /// Counters since the engine started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStats {
@@ -52,6 +92,8 @@ pub struct EngineStats {
     pub peak_blocks: usize,
     /// Bytes copied to the host and back.
     pub swap_bytes: u64,
+    /// What steps computed.
+    pub work: StepWork,
     /// What the scheduler counts.
     pub scheduler: SchedulerStats,
     /// Where the time went.
@@ -66,6 +108,13 @@ macro_rules! differences {
 }
 
 impl EngineStats {
+    /// Counts a step of `tokens` that the plan asked for.
+    pub(crate) fn count_step(&mut self, tokens: usize, input: &ForwardInput) {
+        self.num_steps += 1;
+        self.num_computed_tokens += tokens as u64;
+        self.work.add(&StepWork::of(input));
+    }
+
     /// What was counted after `before`, which is earlier; of `peak_blocks`, which is no count, the
     /// value now.
     pub fn since(&self, before: &EngineStats) -> EngineStats {
@@ -75,6 +124,11 @@ impl EngineStats {
             num_generated_tokens: self.num_generated_tokens - before.num_generated_tokens,
             peak_blocks: self.peak_blocks,
             swap_bytes: self.swap_bytes - before.swap_bytes,
+            work: differences!(
+                StepWork { tokens, logit_rows, read_keys, attended_keys },
+                self.work,
+                before.work
+            ),
             scheduler: differences!(
                 SchedulerStats {
                     num_preempted_recompute,
@@ -167,6 +221,27 @@ impl LoadLog {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn work_is_counted_by_sequence() {
+        // Two tokens of a prompt after three, then a decode of the seventh token.
+        let input = ForwardInput {
+            token_ids: vec![1; 3],
+            query_start_loc: vec![0, 2, 3],
+            seq_lens: vec![5, 7],
+            logits_indices: vec![2],
+            ..ForwardInput::default()
+        };
+        let work = StepWork { tokens: 3, logit_rows: 1, read_keys: 12, attended_keys: 4 + 5 + 7 };
+        assert_eq!(StepWork::of(&input), work);
+        let mut stats = EngineStats::default();
+        stats.count_step(3, &input);
+        let before = stats;
+        stats.count_step(3, &input);
+        assert_eq!((stats.num_steps, stats.num_computed_tokens), (2, 6));
+        assert_eq!(stats.since(&before).work, work);
+        assert_eq!(StepWork::of(&ForwardInput::default()), StepWork::default());
+    }
 
     #[test]
     fn the_line_comes_at_its_time_with_rates_since_the_last_one() {

@@ -39,6 +39,17 @@ pub enum Epilogue<'a> {
         /// `[M][N]`, the residual stream.
         out: &'a mut [f32],
     },
+    /// `out[.., first..first + N] = x·Wᵀ (+ bias)`: one of several matrices with the same inputs.
+    StoreColumns {
+        /// `[N]`.
+        bias: Option<&'a [f32]>,
+        /// `[M][stride]`.
+        out: &'a mut [f32],
+        /// First column.
+        first: usize,
+        /// Columns of a row.
+        stride: usize,
+    },
     /// `out = silu(gate) · up`, for weights packed by [`crate::gate_up_row`].
     SiluMul {
         /// `[M][words(n_ff)]` words of the type of `x`.
@@ -54,11 +65,13 @@ pub(crate) enum Sink<'a> {
     SiluMul(SiluSink<'a>),
 }
 
-/// `[M][n]` outputs, replaced or added to.
+/// Columns `first..first + n` of `[M][stride]` outputs, replaced or added to.
 pub(crate) struct RowSink<'a> {
     bias: Option<&'a [f32]>,
     out: SharedMut<'a, f32>,
     n: usize,
+    first: usize,
+    stride: usize,
     add: bool,
 }
 
@@ -128,17 +141,30 @@ impl<'a> Sink<'a> {
                 assert_eq!(out.len(), len, "gemm: words of {m} rows of {n_ff} outputs");
                 Self::SiluMul(SiluSink { out: SharedMut::new(out), n_ff })
             }
-            Epilogue::Store { bias, out } => Self::rows(m, n, bias, out, false),
-            Epilogue::Add { bias, out } => Self::rows(m, n, bias, out, true),
+            Epilogue::Store { bias, out } => Self::rows(m, n, bias, (out, 0, n), false),
+            Epilogue::Add { bias, out } => Self::rows(m, n, bias, (out, 0, n), true),
+            Epilogue::StoreColumns { bias, out, first, stride } => {
+                Self::rows(m, n, bias, (out, first, stride), false)
+            }
         }
     }
 
-    fn rows(m: usize, n: usize, bias: Option<&'a [f32]>, out: &'a mut [f32], add: bool) -> Self {
-        assert_eq!(out.len(), m * n, "gemm: outputs of {m} rows of {n}");
+    fn rows(
+        m: usize,
+        n: usize,
+        bias: Option<&'a [f32]>,
+        (out, first, stride): (&'a mut [f32], usize, usize),
+        add: bool,
+    ) -> Self {
+        assert_eq!(out.len(), m * stride, "gemm: outputs of {m} rows of {stride}");
+        assert!(
+            first <= stride && n <= stride - first,
+            "gemm: columns {first}+{n} of rows of {stride}"
+        );
         if let Some(bias) = bias {
             assert_eq!(bias.len(), n, "gemm: biases of {n} outputs");
         }
-        Self::Rows(RowSink { bias, out: SharedMut::new(out), n, add })
+        Self::Rows(RowSink { bias, out: SharedMut::new(out), n, first, stride, add })
     }
 }
 
@@ -306,7 +332,7 @@ impl RowSink<'_> {
                 continue;
             }
             // SAFETY: an item has its own rows and columns.
-            let out = unsafe { self.out.slice(row * self.n + column, len) };
+            let out = unsafe { self.out.slice(row * self.stride + self.first + column, len) };
             let bias = self.bias.map(|bias| &bias[column..column + len]);
             if let Ok(full) = <&mut [f32; LANES]>::try_from(&mut *out) {
                 self.finish(s, &vectors[vector], bias, full);

@@ -1,11 +1,12 @@
 //! The paged KV cache: blocks of token slots, laid out for the attention kernel.
 //!
 //! ```text
-//! layer ─ block ─┬─ K ─ head ─ half-group of 8 tokens: [words(D)][8]   word (d / PACK, token)
+//! block ─ layer ─┬─ K ─ head ─ half-group of 8 tokens: [words(D)][8]   word (d / PACK, token)
 //!                └─ V ─ head ─ half-group of 8 tokens: [8 / PACK][D]   word (token / PACK, d)
 //! ```
 //! Scores then read K, and outputs read V, without any transposition or horizontal sum, and a
-//! block size only has to be a multiple of 8.
+//! block size only has to be a multiple of 8. All layers of a block lie together: a block is copied
+//! in one piece, and a short sequence touches few pages.
 
 use crate::buf::{AllocError, Words};
 use crate::ctx::Ctx;
@@ -98,7 +99,7 @@ impl KvShape {
     }
 
     /// Words of one block in one layer.
-    fn block_words(&self) -> usize {
+    fn layer_words(&self) -> usize {
         2 * self.side_words()
     }
 
@@ -106,7 +107,7 @@ impl KvShape {
     pub(crate) fn block_start(&self, layer: usize, block: usize) -> usize {
         assert!(layer < self.layers, "layer {layer} of {}", self.layers);
         assert!(block < self.num_blocks, "KV block {block} of {}", self.num_blocks);
-        (layer * self.num_blocks + block) * self.block_words()
+        (block * self.layers + layer) * self.layer_words()
     }
 }
 
@@ -150,7 +151,7 @@ impl KvCache {
         for_pairs(ctx, &shape, pairs, |layer, src, dst| {
             let (from, to) = (shape.block_start(layer, src), shape.block_start(layer, dst));
             // SAFETY: no destination is a source, and each is written once.
-            unsafe { words.copy(from, to, shape.block_words()) };
+            unsafe { words.copy(from, to, shape.layer_words()) };
         });
     }
 
@@ -163,7 +164,7 @@ impl KvCache {
         let alike = KvShape { num_blocks: self.shape.num_blocks, ..source.shape };
         assert_eq!(self.shape, alike, "copying between KV caches of different shapes");
         distinct_destinations(pairs);
-        let (shape, len) = (self.shape, self.shape.block_words());
+        let (shape, len) = (self.shape, self.shape.layer_words());
         let words = SharedMut::new(self.words.as_mut_slice());
         for_pairs(ctx, &shape, pairs, |layer, src, dst| {
             let from = &source.words()[source.shape.block_start(layer, src)..][..len];
@@ -240,10 +241,10 @@ fn for_pairs(
     pairs: &[(u32, u32)],
     f: impl Fn(usize, usize, usize) + Sync,
 ) {
-    ctx.for_rows(shape.layers * pairs.len(), shape.block_words(), |start, end| {
+    ctx.for_rows(shape.layers * pairs.len(), shape.layer_words(), |start, end| {
         for item in start..end {
-            let (src, dst) = pairs[item % pairs.len()];
-            f(item / pairs.len(), src as usize, dst as usize);
+            let (src, dst) = pairs[item / shape.layers];
+            f(item % shape.layers, src as usize, dst as usize);
         }
     });
 }
@@ -288,13 +289,18 @@ mod tests {
         host.copy_blocks_from(&ctx, &cache, &[(2, 0), (0, 1)]);
         let before = cache.words().to_vec();
         cache.copy_blocks(&ctx, &[(2, 0)]);
-        let len = SHAPE.block_words();
+        let len = SHAPE.layer_words();
+        let two = KvShape { num_blocks: 2, ..SHAPE };
         for layer in 0..2 {
             let at = |block| SHAPE.block_start(layer, block);
             assert_eq!(cache.words()[at(0)..][..len], before[at(2)..][..len]);
-            assert_eq!(cache.words()[at(1)..][..2 * len], before[at(1)..][..2 * len]);
-            assert_eq!(host.words()[2 * layer * len..][..len], before[at(2)..][..len]);
-            assert_eq!(host.words()[(2 * layer + 1) * len..][..len], before[at(0)..][..len]);
+            for kept in [1, 2] {
+                assert_eq!(cache.words()[at(kept)..][..len], before[at(kept)..][..len]);
+            }
+            for (block, source) in [(0, 2), (1, 0)] {
+                let host = &host.words()[two.block_start(layer, block)..][..len];
+                assert_eq!(*host, before[at(source)..][..len]);
+            }
         }
     }
 

@@ -9,6 +9,7 @@
 
 mod attention;
 mod buf;
+mod ceiling;
 mod ctx;
 mod dtype;
 mod gemm;
@@ -25,14 +26,15 @@ mod simd;
 mod tile;
 pub mod vecmath;
 
-pub use attention::{AttnArgs, attention};
-pub use buf::{AllocError, Words};
+pub use attention::{AttnArgs, AttnScratch, AttnScratchShape, attention};
+pub use buf::{AllocError, Arena, Words};
+pub use ceiling::{MatrixKind, Pages, ReadBuffer, matrix_peak, read_bandwidth};
 pub use ctx::{Ctx, CtxError};
 pub use dtype::Dtype;
 pub use gemm::{Epilogue, gemm};
 pub use isa::{Isa, UnknownIsa};
 pub use kv::{KvCache, KvError, KvShape, MAX_HEAD_DIM};
-pub use matrix::{PackedMatrix, gate_up_row, gate_up_rows, gate_up_source};
+pub use matrix::{PANEL, PackedMatrix, gate_up_row, gate_up_rows, gate_up_source};
 pub use norm::{gather_rows, rms_norm, to_words};
 pub use philox::{gumbel, gumbel_argmax, philox4x32, uniform};
 pub use pool::{Pool, usable_cores};

@@ -3,13 +3,13 @@
 //! `[ceil(N/64)][words(K)][64]` words: a panel holds 64 output columns, and the words of one
 //! step along K lie side by side. Columns past N and elements past K are zero.
 
-use crate::buf::{AllocError, Words};
+use crate::buf::{AllocError, Arena, Words};
 use crate::ctx::Ctx;
 use crate::dtype::Dtype;
 use crate::ptr::SharedMut;
 
 /// Output columns in a panel.
-pub(crate) const PANEL: usize = 64;
+pub const PANEL: usize = 64;
 
 /// An N × K weight matrix, packed.
 pub struct PackedMatrix {
@@ -22,8 +22,22 @@ pub struct PackedMatrix {
 impl PackedMatrix {
     /// An all-zero matrix of `n` output columns and `k` inputs.
     pub fn zeroed(dtype: Dtype, n: usize, k: usize) -> Result<Self, AllocError> {
+        Ok(Self { n, k, dtype, words: Words::zeroed(Self::words_of(dtype, n, k)?)? })
+    }
+
+    /// The same in `arena`.
+    pub fn zeroed_in(
+        arena: &mut Arena,
+        dtype: Dtype,
+        n: usize,
+        k: usize,
+    ) -> Result<Self, AllocError> {
+        Ok(Self { n, k, dtype, words: arena.zeroed(Self::words_of(dtype, n, k)?)? })
+    }
+
+    fn words_of(dtype: Dtype, n: usize, k: usize) -> Result<usize, AllocError> {
         let bytes = Self::bytes_of(dtype, n, k).ok_or(AllocError { bytes: usize::MAX })?;
-        Ok(Self { n, k, dtype, words: Words::zeroed(bytes / 4)? })
+        Ok(bytes / 4)
     }
 
     /// Bytes that a matrix of `n` output columns and `k` inputs takes; `None` where no address can
@@ -105,6 +119,40 @@ impl PackedMatrix {
         });
     }
 
+    /// Sets rows `first_row..first_row + rows` of a bf16 matrix to bf16 values that are there
+    /// already, in parallel. `first_row` starts a panel of 64 rows, and the rows fill panels
+    /// unless they are the last.
+    ///
+    /// `fetch(row)` gives the 2·k bytes of a row, little endian, or nothing for a row of zeros;
+    /// it runs on the workers. Panics if the matrix is of another type, or a length does not fit.
+    pub fn set_bf16_rows<'a>(
+        &mut self,
+        ctx: &Ctx,
+        first_row: usize,
+        rows: usize,
+        fetch: &(dyn Fn(usize) -> Option<&'a [u8]> + Sync),
+    ) {
+        assert_eq!(self.dtype, Dtype::Bf16, "rows of bf16");
+        let (n, k, panel_words) = (self.n, self.k, self.panel_words());
+        let end = first_row + rows;
+        assert!(
+            end <= n && first_row.is_multiple_of(PANEL) && (end == n || end.is_multiple_of(PANEL)),
+            "rows {first_row}+{rows} of {n} are not whole panels"
+        );
+        let words = SharedMut::new(self.words.as_mut_slice());
+        ctx.pool.for_each(rows.div_ceil(PANEL), |_, item| {
+            let first = first_row + item * PANEL;
+            let mut rows: [&[u8]; PANEL] = [&[]; PANEL];
+            for (row, bytes) in (first..end).zip(&mut rows) {
+                *bytes = fetch(row).unwrap_or_default();
+                assert!(bytes.is_empty() || bytes.len() == 2 * k, "bytes of {k} bf16 values");
+            }
+            // SAFETY: each item has its own panel.
+            let panel = unsafe { words.slice(first / PANEL * panel_words, panel_words) };
+            pack_bf16(&rows, panel);
+        });
+    }
+
     /// Reads back the `k` weights of output `row`, as stored.
     ///
     /// Panics if `row` or the length of `out` does not fit.
@@ -136,6 +184,30 @@ fn pack_column(dtype: Dtype, values: &[f32], panel: &mut [u32], column: usize) {
             let bits = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
             for (slot, pair) in slots.zip(values.chunks(2)) {
                 *slot = bits(pair[0]) | bits(pair.get(1).copied().unwrap_or(0.0)) << 16;
+            }
+        }
+    }
+}
+
+/// Words along K that [`pack_bf16`] moves at a time: a cache line of each row.
+const PACK_WORDS: usize = 16;
+
+/// Writes a zeroed panel whose columns are `rows` of bf16 pairs; an empty row stays zero.
+fn pack_bf16(rows: &[&[u8]; PANEL], panel: &mut [u32]) {
+    let steps = panel.as_chunks_mut::<PANEL>().0;
+    for (chunk, steps) in steps.chunks_mut(PACK_WORDS).enumerate() {
+        let mut tile = [[0; PACK_WORDS]; PANEL];
+        for (line, row) in tile.iter_mut().zip(rows) {
+            let Some(rest) = row.get(4 * PACK_WORDS * chunk..) else { continue };
+            for (word, bytes) in line.iter_mut().zip(rest.chunks(4)) {
+                // The last element of an odd K is alone in its word.
+                let bytes = bytes.try_into().unwrap_or_else(|_| [bytes[0], bytes[1], 0, 0]);
+                *word = u32::from_le_bytes(bytes);
+            }
+        }
+        for (k, step) in steps.iter_mut().enumerate() {
+            for (word, line) in step.iter_mut().zip(&tile) {
+                *word = line[k];
             }
         }
     }
@@ -198,6 +270,39 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn stored_rows_are_packed_as_they_are() {
+        for (n, k) in [(1, 1), (65, 3), (130, 64), (64, 33), (200, 100)] {
+            let bits = |row: usize, i: usize| (row * 251 + i * 7 + 1) as u16 & 0x7f7f;
+            let bytes = |row: usize| -> Vec<u8> {
+                (0..k).flat_map(|i| bits(row, i).to_le_bytes()).collect()
+            };
+            let rows: Vec<Vec<u8>> = (0..n).map(bytes).collect();
+            let ctx = Ctx::new(Isa::Portable, 2).unwrap();
+            let mut arena = Arena::default();
+            let mut stored = PackedMatrix::zeroed_in(&mut arena, Dtype::Bf16, n, k).unwrap();
+            let fetch = |row: usize| (row != 2).then(|| &rows[row][..]);
+            let half = n / 2 / PANEL * PANEL;
+            stored.set_bf16_rows(&ctx, half, n - half, &fetch);
+            stored.set_bf16_rows(&ctx, 0, half, &fetch);
+            let mut values = PackedMatrix::zeroed_in(&mut arena, Dtype::Bf16, n, k).unwrap();
+            for row in (0..n).filter(|&row| row != 2) {
+                let row_values: Vec<f32> =
+                    (0..k).map(|i| half::bf16::from_bits(bits(row, i)).to_f32()).collect();
+                values.set_row(row, &row_values);
+            }
+            assert_eq!(stored.words(), values.words(), "{n} × {k}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "bytes of 4 bf16 values")]
+    fn a_stored_row_of_another_length_is_refused() {
+        let ctx = Ctx::new(Isa::Portable, 1).unwrap();
+        let mut matrix = PackedMatrix::zeroed(Dtype::Bf16, 2, 4).unwrap();
+        matrix.set_bf16_rows(&ctx, 0, 2, &|_| Some(&[0; 6]));
     }
 
     #[test]

@@ -1,8 +1,18 @@
-//! The worker pool: one job at a time, run by every worker.
+//! The worker pool: one job at a time, whose items are handed to whoever is free.
 //!
-//! The calling thread is worker 0; the others spin for some tens of microseconds after a job, so
-//! that the next operator of a step finds them awake, then sleep. With more workers than usable
-//! cores nobody spins. A call allocates nothing.
+//! The calling thread is worker 0. The others join a job if they come while it is open; the caller
+//! closes it when no item is left, and waits only for those inside. So a worker that the system
+//! has not got round to running holds up nobody:
+//!
+//! ```text
+//! caller    open ── items … ── close ── wait until nobody is inside ── return
+//! worker 1     join ── items … ── leave
+//! worker 2  (late)                      finds it closed: waits for the next
+//! ```
+//!
+//! Waiting threads spin for some tens of microseconds, so that the next operator of a step finds
+//! them awake, then sleep. With more workers than usable cores nobody spins. A call allocates
+//! nothing.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -34,12 +44,10 @@ pub struct Pool {
 
 /// What the threads of a pool share.
 struct Shared {
-    /// Written by the caller while no worker runs, read by workers after they saw a new `epoch`.
+    /// Written by the caller while the job is closed and nobody is inside, read by workers inside.
     job: UnsafeCell<Option<Job>>,
-    /// Counts jobs.
-    epoch: AtomicU64,
-    /// Workers that have not finished the job.
-    running: AtomicUsize,
+    /// Number of the job, whether it is open, and how many workers are inside: see [`State`].
+    state: AtomicU64,
     stop: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     start: Gate,
@@ -47,8 +55,37 @@ struct Shared {
     spin: bool,
 }
 
-// SAFETY: `job` is written only between jobs, under `turn`, and published through `epoch`; the
-// closure behind it is `Sync`. All else is `Sync` by itself.
+/// A value of [`Shared::state`]. All changes are made to the whole word at once: a worker is let in
+/// only if the job is still open, and after it was closed nobody comes in.
+#[derive(Clone, Copy)]
+struct State(u64);
+
+impl State {
+    /// Added by a worker inside; subtracted when it leaves.
+    const WORKER: u64 = 1;
+    /// Most workers inside.
+    const MAX_WORKERS: u64 = Self::OPEN - 1;
+    /// Set while workers may join.
+    const OPEN: u64 = 1 << 16;
+    /// Added with every job. The count wraps around, and a worker that sleeps for all of it would
+    /// miss a job, as it may.
+    const JOB: u64 = 1 << 17;
+
+    fn job(self) -> u64 {
+        self.0 / Self::JOB
+    }
+
+    fn is_open(self) -> bool {
+        self.0 & Self::OPEN != 0
+    }
+
+    fn inside(self) -> u64 {
+        self.0 & Self::MAX_WORKERS
+    }
+}
+
+// SAFETY: `job` is written only under `turn`, closed and with nobody inside, and read only inside;
+// the closure behind it is `Sync`. All else is `Sync` by itself.
 unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is only used while the caller keeps the closure alive.
 unsafe impl Send for Shared {}
@@ -97,11 +134,17 @@ impl Gate {
         self.sleepers.fetch_sub(1, SeqCst);
     }
 
-    /// Wakes the sleepers; to be called after a sequentially consistent change.
-    fn open(&self) {
-        if self.sleepers.load(SeqCst) > 0 {
-            drop(lock(&self.lock));
+    /// Wakes up to `most` sleepers; to be called after a sequentially consistent change.
+    fn open(&self, most: usize) {
+        let sleepers = self.sleepers.load(SeqCst);
+        if sleepers == 0 {
+            return;
+        }
+        drop(lock(&self.lock));
+        if sleepers <= most {
             self.wake.notify_all();
+        } else {
+            (0..most).for_each(|_| self.wake.notify_one());
         }
     }
 }
@@ -109,13 +152,15 @@ impl Gate {
 impl Pool {
     /// A pool of `threads` workers, the calling thread among them.
     ///
-    /// Fails if the system refuses a thread. Panics if `threads` is 0.
+    /// Fails if the system refuses a thread. Panics if `threads` is 0 or over 65,535.
     pub fn new(threads: usize) -> std::io::Result<Self> {
-        assert!(threads >= 1, "a pool needs at least one thread");
+        assert!(
+            (1..=State::MAX_WORKERS as usize).contains(&threads),
+            "a pool of {threads} threads"
+        );
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
-            epoch: AtomicU64::new(0),
-            running: AtomicUsize::new(0),
+            state: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
             start: Gate::default(),
@@ -137,47 +182,20 @@ impl Pool {
         self.threads
     }
 
-    /// Calls `f(worker)` once on every worker and returns when all are done.
+    /// Calls `f(worker, item)` for every item below `items`, each on whichever worker is free, and
+    /// returns when all are done. A worker has one item at a time.
     ///
-    /// A panic in `f` is resumed here, after every worker has finished; the pool stays usable.
+    /// A single item runs on the caller. A panic in `f` is resumed here, when no item is being
+    /// worked on any more; some may never have been. The pool stays usable.
     /// Panics if called from within a job of the same pool.
-    pub fn run(&self, f: impl Fn(usize) + Sync) {
-        let shared = &*self.shared;
-        let outer = CURRENT.get();
-        assert!(!std::ptr::eq(outer, shared), "Pool::run called from within its own job");
-        if self.threads == 1 {
-            return f(0);
-        }
-        let turn = lock(&self.turn);
-        let job: &(dyn Fn(usize) + Sync) = &f;
-        // SAFETY: the lifetime is erased, but this call does not return or unwind before
-        // `running` is back to 0, and no worker touches the job after that.
-        let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static _>(job) };
-        // SAFETY: `turn` is held and the last job is over, so nobody reads the cell.
-        unsafe { *shared.job.get() = Some(job) };
-        shared.running.store(self.threads - 1, SeqCst);
-        shared.epoch.fetch_add(1, SeqCst);
-        shared.start.open();
-        CURRENT.set(shared);
-        let own = catch_unwind(AssertUnwindSafe(|| f(0)));
-        CURRENT.set(outer);
-        shared.done.wait(shared.spin, || shared.running.load(SeqCst) == 0);
-        let theirs = lock(&shared.panic).take();
-        drop(turn);
-        if let Some(panic) = own.err().or(theirs) {
-            resume_unwind(panic);
-        }
-    }
-
-    /// Calls `f(worker, item)` for every item below `items`, each on whichever worker is free.
-    ///
-    /// A single item runs on the caller. Panics as [`Pool::run`] does.
     pub fn for_each(&self, items: usize, f: impl Fn(usize, usize) + Sync) {
+        let outer = CURRENT.get();
+        assert!(!std::ptr::eq(outer, &*self.shared), "Pool::for_each called from its own job");
         if items <= 1 || self.threads == 1 {
             return (0..items).for_each(|item| f(0, item));
         }
         let next = AtomicUsize::new(0);
-        self.run(|worker| {
+        let take_items = |worker| {
             loop {
                 let item = next.fetch_add(1, Relaxed);
                 if item >= items {
@@ -185,15 +203,27 @@ impl Pool {
                 }
                 f(worker, item);
             }
-        });
+        };
+        let turn = lock(&self.turn);
+        // SAFETY: `turn` is held, so the last job is closed and nobody is inside; the closure
+        // outlives the job, as `close` comes before any return or unwinding.
+        unsafe { self.shared.open(&take_items, items - 1) };
+        CURRENT.set(&*self.shared);
+        let own = catch_unwind(AssertUnwindSafe(|| take_items(0)));
+        CURRENT.set(outer);
+        self.shared.close();
+        let theirs = lock(&self.shared.panic).take();
+        drop(turn);
+        if let Some(panic) = own.err().or(theirs) {
+            resume_unwind(panic);
+        }
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, SeqCst);
-        self.shared.epoch.fetch_add(1, SeqCst);
-        self.shared.start.open();
+        self.shared.start.open(usize::MAX);
         for handle in self.handles.drain(..) {
             // Workers catch the panics of jobs, so they end normally.
             let _ = handle.join();
@@ -202,121 +232,74 @@ impl Drop for Pool {
 }
 
 impl Shared {
+    /// Opens the next job and wakes up to `helpers` workers for it.
+    ///
+    /// # Safety
+    /// The last job is closed and nobody is inside. `job` lives until [`Shared::close`] returned.
+    unsafe fn open(&self, job: &(dyn Fn(usize) + Sync), helpers: usize) {
+        // SAFETY: only the lifetime is erased; workers use the closure while they are inside, which
+        // nobody is any more when `close` returns.
+        let job: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static _>(job) };
+        // SAFETY: nobody is inside, so nobody reads the cell.
+        unsafe { *self.job.get() = Some(job) };
+        self.state.fetch_add(State::JOB + State::OPEN, SeqCst);
+        self.start.open(helpers);
+    }
+
+    /// Closes the job, and waits for the workers inside.
+    fn close(&self) {
+        let last = State(self.state.fetch_sub(State::OPEN, SeqCst));
+        if last.inside() > 0 {
+            self.done.wait(self.spin, || self.state().inside() == 0);
+        }
+    }
+
+    fn state(&self) -> State {
+        State(self.state.load(SeqCst))
+    }
+
     /// The life of worker `worker`.
     fn work(&self, worker: usize) {
         CURRENT.set(self);
         let mut seen = 0;
         loop {
-            self.start.wait(self.spin, || self.epoch.load(SeqCst) != seen);
-            seen += 1;
-            if self.stop.load(SeqCst) {
+            let stopped = || self.stop.load(SeqCst);
+            self.start.wait(self.spin, || self.state().job() != seen || stopped());
+            if stopped() {
                 return;
             }
-            // SAFETY: the new epoch says the caller has written the job and will not touch the
-            // cell before `running` is 0.
-            let job = unsafe { *self.job.get() };
-            if let Some(job) = job {
-                // SAFETY: the caller keeps the closure alive until `running` is 0.
-                let job = unsafe { &*job };
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(worker))) {
-                    lock(&self.panic).get_or_insert(panic);
-                }
+            seen = self.join(worker);
+        }
+    }
+
+    /// Takes part in the job that is open, if one is. Returns its number, or that of the last.
+    fn join(&self, worker: usize) -> u64 {
+        let mut state = self.state();
+        loop {
+            if !state.is_open() {
+                return state.job();
             }
-            if self.running.fetch_sub(1, SeqCst) == 1 {
-                self.done.open();
+            let entered = state.0 + State::WORKER;
+            match self.state.compare_exchange_weak(state.0, entered, SeqCst, SeqCst) {
+                Ok(_) => break,
+                Err(now) => state = State(now),
             }
         }
+        // SAFETY: this worker is inside, so the caller has written the cell and does not touch it.
+        let job = unsafe { *self.job.get() }.expect("an open job");
+        // SAFETY: the closure lives for as long as a worker is inside.
+        let job = unsafe { &*job };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(worker))) {
+            lock(&self.panic).get_or_insert(panic);
+        }
+        let last = State(self.state.fetch_sub(State::WORKER, SeqCst));
+        if last.inside() == 1 && !last.is_open() {
+            self.done.open(1);
+        }
+        state.job()
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_worker_runs_every_job_once() {
-        for threads in [1, 2, 3, 5] {
-            let pool = Pool::new(threads).unwrap();
-            assert_eq!(pool.threads(), threads);
-            let calls: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-            for _ in 0..500 {
-                pool.run(|worker| {
-                    calls[worker].fetch_add(1, Relaxed);
-                });
-            }
-            assert!(calls.iter().all(|n| n.load(Relaxed) == 500), "{threads} threads");
-        }
-    }
-
-    #[test]
-    fn for_each_covers_each_item_once() {
-        let pool = Pool::new(3).unwrap();
-        for items in [0, 1, 2, 1000] {
-            let seen: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
-            pool.for_each(items, |worker, item| {
-                assert!(worker < 3);
-                seen[item].fetch_add(1, Relaxed);
-            });
-            assert!(seen.iter().all(|n| n.load(Relaxed) == 1), "{items} items");
-        }
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let pool = Pool::new(2).unwrap();
-        for bad in 0..2 {
-            let finished = AtomicUsize::new(0);
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                pool.run(|worker| {
-                    assert!(worker != bad, "worker {worker} fails");
-                    finished.fetch_add(1, SeqCst);
-                });
-            }));
-            let message = *result.unwrap_err().downcast::<String>().unwrap();
-            assert_eq!(message, format!("worker {bad} fails"));
-            assert_eq!(finished.load(SeqCst), 1);
-            pool.run(|_| {
-                finished.fetch_add(1, SeqCst);
-            });
-            assert_eq!(finished.load(SeqCst), 3);
-        }
-    }
-
-    #[test]
-    fn callers_on_several_threads_take_turns() {
-        let pool = Pool::new(2).unwrap();
-        let inside = AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    for _ in 0..50 {
-                        pool.run(|_| {
-                            assert!(inside.fetch_add(1, SeqCst) < 2);
-                            inside.fetch_sub(1, SeqCst);
-                        });
-                    }
-                });
-            }
-        });
-    }
-
-    #[test]
-    #[should_panic(expected = "from within its own job")]
-    fn nested_jobs_are_refused() {
-        let pool = Pool::new(2).unwrap();
-        pool.run(|_| pool.run(|_| ()));
-    }
-
-    #[test]
-    fn sleeping_workers_wake() {
-        let pool = Pool::new(2).unwrap();
-        for _ in 0..5 {
-            std::thread::sleep(SPIN * 10);
-            let sum = AtomicUsize::new(0);
-            pool.run(|worker| {
-                sum.fetch_add(worker + 1, SeqCst);
-            });
-            assert_eq!(sum.into_inner(), 3);
-        }
-    }
-}
+#[path = "pool_tests.rs"]
+mod tests;

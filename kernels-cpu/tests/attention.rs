@@ -4,7 +4,8 @@ mod common;
 
 use common::{assert_close, contexts, random, round, values};
 use quire_kernels_cpu::{
-    AttnArgs, Ctx, Dtype, Isa, KvCache, KvShape, QkvArgs, attention, qk_norm_rope_write_kv,
+    AttnArgs, AttnScratch, AttnScratchShape, Ctx, Dtype, Isa, KvCache, KvShape, QkvArgs, attention,
+    qk_norm_rope_write_kv,
 };
 
 const KV_HEADS: usize = 2;
@@ -49,6 +50,16 @@ struct World<'a> {
     model: Model,
     block_size: usize,
     kv: KvCache,
+    scratch: AttnScratch,
+}
+
+/// A step whose keys and values are in the cache.
+struct Batch {
+    q: Vec<u32>,
+    starts: Vec<i32>,
+    lens: Vec<i32>,
+    table: Vec<i32>,
+    max_blocks: usize,
 }
 
 impl<'a> World<'a> {
@@ -63,7 +74,22 @@ impl<'a> World<'a> {
         };
         let mut kv = KvCache::new(shape).unwrap();
         kv.fill(u32::MAX);
-        Self { ctx, model, block_size, kv }
+        let mut scratch = AttnScratch::default();
+        let shape = AttnScratchShape {
+            seqs: 4,
+            positions: SLOTS,
+            q_heads: model.q_heads(),
+            kv_heads: KV_HEADS,
+            head_dim: model.head_dim,
+        };
+        scratch.reserve(&shape).unwrap();
+        assert_eq!(shape.bytes(), Some(scratch.bytes()));
+        Self { ctx, model, block_size, kv, scratch }
+    }
+
+    /// The same without room to share a token among workers.
+    fn plain(self) -> Self {
+        Self { scratch: AttnScratch::default(), ..self }
     }
 
     /// A sequence of `len` tokens that owns every third block from `first` on, in reverse.
@@ -76,6 +102,27 @@ impl<'a> World<'a> {
     /// Runs one step: each part is a sequence and the tokens of it to process. Returns the
     /// outputs of all tokens, words.
     fn step(&mut self, parts: &[(&Sequence, std::ops::Range<usize>)]) -> Vec<u32> {
+        let batch = self.write(parts);
+        let model = self.model;
+        let args = AttnArgs {
+            q: &batch.q,
+            q_heads: model.q_heads(),
+            layer: 1,
+            query_start_loc: &batch.starts,
+            seq_lens: &batch.lens,
+            block_table: &batch.table,
+            max_blocks: batch.max_blocks,
+            scale: model.scale(),
+            window: model.window,
+            softcap: model.softcap,
+        };
+        let mut out = vec![u32::MAX; batch.q.len()];
+        attention(self.ctx, &args, &self.kv, &mut self.scratch, &mut out);
+        out
+    }
+
+    /// Writes the keys and values of a step's tokens.
+    fn write(&mut self, parts: &[(&Sequence, std::ops::Range<usize>)]) -> Batch {
         let (model, row) = (self.model, self.model.row());
         let (mut qkv, mut slots) = (Vec::new(), Vec::new());
         let (mut starts, mut lens) = (vec![0], Vec::new());
@@ -115,22 +162,9 @@ impl<'a> World<'a> {
             layer: 1,
         };
         let len = slots.len() * model.q_heads() * model.dtype.words(model.head_dim);
-        let (mut q, mut out) = (vec![0; len], vec![u32::MAX; len]);
+        let mut q = vec![0; len];
         qk_norm_rope_write_kv(self.ctx, &args, &mut self.kv, &mut q);
-        let args = AttnArgs {
-            q: &q,
-            q_heads: model.q_heads(),
-            layer: 1,
-            query_start_loc: &starts,
-            seq_lens: &lens,
-            block_table: &table,
-            max_blocks,
-            scale: model.scale(),
-            window: model.window,
-            softcap: model.softcap,
-        };
-        attention(self.ctx, &args, &self.kv, &mut out);
-        out
+        Batch { q, starts, lens, table, max_blocks }
     }
 
     /// The outputs of a sequence processed alone, in chunks that end at `ends`.
@@ -284,6 +318,57 @@ fn bits_do_not_depend_on_the_batch() {
     }
 }
 
+/// A token whose keys are shared by workers has the bits of one that a single worker computes.
+#[test]
+fn bits_do_not_depend_on_how_keys_are_cut() {
+    for isa in Isa::available() {
+        let contexts = [1, 2, 3, 16].map(|threads| Ctx::new(isa, threads).unwrap());
+        for (case, window) in [None, Some(300), Some(1), None, Some(700)].into_iter().enumerate() {
+            let model = Model {
+                dtype: [Dtype::Bf16, Dtype::F32][case % 2],
+                head_dim: [64, 128, 80, 256, 16][case],
+                group: [3, 1, 8, 7, 60][case],
+                window,
+                softcap: [None, Some(2.0)][case % 2],
+            };
+            for len in [256, 257, 512, 770, 1100] {
+                let mut plain = World::new(&contexts[0], model, 16).plain();
+                let seq = plain.sequence(1, len, 0);
+                let other = plain.sequence(2, 300, 1);
+                // Two steps on the same scratch; the second has a long and a short sequence.
+                let steps = |world: &mut World<'_>| {
+                    world.write(&[(&seq, 0..len - 2), (&other, 0..299)]);
+                    let alone = world.step(&[(&seq, len - 2..len - 1)]);
+                    [alone, world.step(&[(&seq, len - 1..len), (&other, 299..300)])]
+                };
+                let want = steps(&mut plain);
+                for ctx in &contexts {
+                    let got = steps(&mut World::new(ctx, model, 16));
+                    let threads = ctx.pool.threads();
+                    assert!(got == want, "{isa} {model:?} of {len} tokens on {threads} threads");
+                }
+            }
+        }
+    }
+}
+
+/// A step that fails leaves nothing behind that harms the next.
+#[test]
+fn a_failed_step_leaves_the_scratch_usable() {
+    let ctx = Ctx::new(Isa::detect(), 2).unwrap();
+    let model = Model { dtype: Dtype::Bf16, head_dim: 64, group: 3, window: None, softcap: None };
+    let mut world = World::new(&ctx, model, 16);
+    let seq = world.sequence(1, 1100, 0);
+    world.write(&[(&seq, 0..1099)]);
+    let mut broken = seq.clone();
+    broken.blocks[40] = -1;
+    let step = std::panic::AssertUnwindSafe(|| world.step(&[(&broken, 1099..1100)]));
+    assert!(std::panic::catch_unwind(step).is_err());
+    let want = World::new(&ctx, model, 16).plain().run(&seq, &[1100]);
+    let got = world.step(&[(&seq, 1099..1100)]);
+    assert!(got == want[want.len() - got.len()..]);
+}
+
 #[test]
 #[should_panic(expected = "block table entry -1 at position 16")]
 fn a_missing_block_is_refused() {
@@ -302,5 +387,5 @@ fn a_missing_block_is_refused() {
         window: None,
         softcap: None,
     };
-    attention(&ctx, &args, &world.kv, &mut [0; KV_HEADS * 16]);
+    attention(&ctx, &args, &world.kv, &mut AttnScratch::default(), &mut [0; KV_HEADS * 16]);
 }

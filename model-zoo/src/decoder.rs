@@ -10,13 +10,13 @@
 //! ```
 
 use crate::loader::ModelError;
-use crate::source::{SourceDtype, WeightSource, block_format};
+use crate::source::{SourceDtype, WeightSource, common_dtype};
 use crate::spec::DecoderSpec;
 use crate::weights::{self, layer_weight};
 use quire_engine::model::{MAX_LOGIT_ROWS, Model, ModelInfo};
 use quire_engine::ops::{
-    AttentionArgs, Backend, BlockFormat, DType, MatrixLayout, ModelPart, QkvArgs, ReadError, Rope,
-    TensorKind, WeightRows,
+    AttentionArgs, Backend, BlockFormat, DType, MatrixLayout, MatrixShape, ModelPart, QkvArgs,
+    ReadError, Rope, TensorKind, WeightRows,
 };
 use std::ops::Range;
 
@@ -243,13 +243,14 @@ impl<B: Backend> Parts for Loader<'_, B> {
     type Tensor = B::Tensor;
 
     fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<B::Matrix, ModelError> {
-        let shapes: Vec<&[usize]> =
-            names.iter().map(|n| self.source.shape(n).expect("weights are checked")).collect();
-        let (n, k) = (shapes.iter().map(|s| s[0]).sum(), shapes[0][1]);
-        let rows = StackedRows { source: self.source, names, shapes: &shapes };
-        let matrix = self.backend.matrix(layout, n, k, &rows)?;
-        self.advance(n * k);
-        Ok(matrix)
+        let stacks = stacks(self.source, layout, names, |shape| self.backend.quantises(shape));
+        let mut parts = Vec::with_capacity(stacks.len());
+        for (names, MatrixShape { n, k, .. }) in stacks {
+            let rows = StackedRows::new(self.source, names);
+            parts.push(self.backend.matrix(layout, n, k, &rows)?);
+            self.advance(n * k);
+        }
+        Ok(if parts.len() == 1 { parts.remove(0) } else { self.backend.stack(parts) })
     }
 
     fn vector(&mut self, names: &[String]) -> Result<B::Vector, ModelError> {
@@ -285,11 +286,52 @@ impl<B: Backend> Parts for Loader<'_, B> {
     }
 }
 
+/// The shape of the matrix whose rows are those of `names`, whose shapes are checked.
+fn stacked_shape(source: &dyn WeightSource, layout: MatrixLayout, names: &[String]) -> MatrixShape {
+    let shape = |name: &String| source.shape(name).expect("weights are checked");
+    MatrixShape {
+        layout,
+        n: names.iter().map(|name| shape(name)[0]).sum(),
+        k: shape(&names[0])[1],
+        blocks: common_dtype(source, names).and_then(SourceDtype::block_format),
+    }
+}
+
+/// The matrices that make the one of `names`: one, unless they are stored in several formats and
+/// some would be quantised if they were alone.
+pub(crate) fn stacks<'a>(
+    source: &dyn WeightSource,
+    layout: MatrixLayout,
+    names: &'a [String],
+    quantises: impl Fn(&MatrixShape) -> bool,
+) -> Vec<(&'a [String], MatrixShape)> {
+    let stack = |names: &'a [String]| (names, stacked_shape(source, layout, names));
+    let whole = stack(names);
+    if layout == MatrixLayout::Plain && !quantises(&whole.1) {
+        let parts = names.chunk_by(|a, b| source.dtype(a) == source.dtype(b));
+        let parts: Vec<_> = parts.map(stack).collect();
+        if parts.iter().any(|(_, shape)| quantises(shape)) {
+            return parts;
+        }
+    }
+    vec![whole]
+}
+
 /// The rows of several matrices, one after the other.
 struct StackedRows<'a> {
     source: &'a dyn WeightSource,
     names: &'a [String],
-    shapes: &'a [&'a [usize]],
+    shapes: Vec<&'a [usize]>,
+    /// The type they are all stored in.
+    dtype: Option<SourceDtype>,
+}
+
+impl<'a> StackedRows<'a> {
+    fn new(source: &'a dyn WeightSource, names: &'a [String]) -> Self {
+        let shape = |name: &String| source.shape(name).expect("weights are checked");
+        let shapes = names.iter().map(shape).collect();
+        StackedRows { source, names, shapes, dtype: common_dtype(source, names) }
+    }
 }
 
 impl StackedRows<'_> {
@@ -310,25 +352,36 @@ impl WeightRows for StackedRows<'_> {
         Ok(self.source.read_row(name, row, out)?)
     }
 
-    fn stored(&self, row: usize) -> Option<(DType, &[u8])> {
-        let (name, row) = self.part(row);
-        let dtype = match self.source.dtype(name)? {
+    fn stored_type(&self) -> Option<DType> {
+        // Files are little endian.
+        let common = self.dtype.filter(|_| cfg!(target_endian = "little"));
+        let dtype = match common? {
             SourceDtype::F32 => DType::F32,
             SourceDtype::Bf16 => DType::Bf16,
             _ => return None,
         };
-        // Files are little endian.
-        let bytes = self.source.stored_row(name, row).filter(|_| cfg!(target_endian = "little"));
-        Some((dtype, bytes?))
+        self.stored(0).map(|_| dtype)
+    }
+
+    fn stored(&self, row: usize) -> Option<&[u8]> {
+        let (name, row) = self.part(row);
+        self.source.stored_row(name, row)
+    }
+
+    fn release(&self, rows: Range<usize>) {
+        let mut first = 0;
+        for (name, shape) in self.names.iter().zip(&self.shapes) {
+            let part = first..first + shape[0];
+            let (start, end) = (rows.start.max(part.start), rows.end.min(part.end));
+            if start < end {
+                self.source.release(name, start - first..end - first);
+            }
+            first = part.end;
+        }
     }
 
     fn block_format(&self) -> Option<BlockFormat> {
-        block_format(self.source, self.names)
-    }
-
-    fn blocks(&self, row: usize) -> Option<&[u8]> {
-        let (name, row) = self.part(row);
-        self.source.stored_row(name, row)
+        self.dtype?.block_format()
     }
 }
 

@@ -9,7 +9,7 @@ use crate::memory::DecoderMemory;
 use crate::safetensors::SafetensorsSource;
 use crate::source::{SourceDtype, WeightSource};
 use crate::spec::DecoderSpec;
-use crate::weights::EMBED_TOKENS;
+use crate::weights::{EMBED_TOKENS, check_weights};
 use quire_engine::backend::{
     CpuBackend, CpuBuffers, CudaOptions, Quantization, ReferenceBackend, ReferenceBuffers,
 };
@@ -161,16 +161,18 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens a Hugging Face folder or a `.gguf` file.
+    /// Opens a Hugging Face folder or a `.gguf` file that holds every weight of its model.
     ///
     /// # Errors
-    /// A file is missing, malformed, or asks for something not supported.
+    /// A file is missing, malformed, or asks for something not supported; a tensor is missing or
+    /// has the wrong shape.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let files = if path.is_dir() { Self::open_folder(path)? } else { Self::open_gguf(path)? };
         if files.spec.mlp_bias {
             let architecture = files.spec.architecture.clone();
             return Err(ModelError::Unsupported { architecture, part: "mlp_bias" });
         }
+        check_weights(&files.spec, files.source.as_ref())?;
         Ok(files)
     }
 
@@ -409,13 +411,50 @@ mod tests {
     use super::*;
     use crate::config::golden_folder;
 
-    #[test]
-    fn the_tokenizers_own_eos_ends_an_answer_too() {
+    fn copy_of_golden() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for entry in std::fs::read_dir(golden_folder("llama-gqa")).unwrap() {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
         }
+        dir
+    }
+
+    /// Whatever a model is opened for, plans and weights can rely on its shapes.
+    #[test]
+    fn a49_models_whose_weights_do_not_fit_are_not_opened() {
+        let dir = copy_of_golden();
+        let path = dir.path().join("config.json");
+        let config: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        for (key, problem) in [
+            ("num_hidden_layers", "is missing"),
+            ("intermediate_size", "the config makes it"),
+            ("vocab_size", "the config makes it"),
+        ] {
+            let mut changed = config.clone();
+            changed[key] = (config[key].as_u64().unwrap() + 32).into();
+            std::fs::write(&path, changed.to_string()).unwrap();
+            let error = ModelFiles::open(dir.path()).err().expect(key).to_string();
+            assert!(error.contains(problem), "{key}: {error}");
+        }
+        std::fs::write(&path, config.to_string()).unwrap();
+        let weights = dir.path().join("model.safetensors");
+        let bytes = std::fs::read(&weights).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let flat = tensors.tensors().into_iter().map(|(name, tensor)| {
+            let shape = vec![tensor.shape().iter().product()];
+            let view = safetensors::tensor::TensorView::new(tensor.dtype(), shape, tensor.data());
+            (name, view.unwrap())
+        });
+        std::fs::write(&weights, safetensors::serialize(flat, None).unwrap()).unwrap();
+        let error = ModelFiles::open(dir.path()).err().expect("vectors").to_string();
+        assert!(error.contains("has shape"), "{error}");
+    }
+
+    #[test]
+    fn the_tokenizers_own_eos_ends_an_answer_too() {
+        let dir = copy_of_golden();
         let ids = || ModelFiles::open(dir.path()).unwrap().text.eos_token_ids;
         assert_eq!(ids(), [258]);
         let tokenizer = ModelFiles::open(dir.path()).unwrap().text.tokenizer;

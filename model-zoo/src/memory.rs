@@ -1,8 +1,8 @@
 //! What a decoder takes on a backend, counted by the walk that also builds it.
 
-use crate::decoder::{self, Parts, model_info};
+use crate::decoder::{self, Parts, model_info, stacks};
 use crate::loader::ModelError;
-use crate::source::{WeightSource, block_format};
+use crate::source::WeightSource;
 use crate::spec::DecoderSpec;
 use crate::weights::{ExpectedWeight, expected_weights};
 use quire_engine::DType;
@@ -40,6 +40,21 @@ impl<'a> DecoderMemory<'a> {
         formats
     }
 
+    /// The weights that a step multiplies by.
+    pub fn step_weights(&self) -> StepWeights {
+        let mut counter = self.counter();
+        decoder::parameters(&mut counter, self.spec).expect("a count cannot fail");
+        // The head comes last: the output matrix, or the embedding in its place.
+        let head = counter.shapes.pop();
+        if !self.spec.tie_word_embeddings {
+            counter.shapes.pop();
+        }
+        let mut weights = StepWeights::default();
+        counter.shapes.iter().for_each(|shape| weights.layers.add(shape, self.buffers.as_ref()));
+        head.iter().for_each(|shape| weights.head.add(shape, self.buffers.as_ref()));
+        weights
+    }
+
     fn counter(&self) -> Counter<'_> {
         let weight = |ExpectedWeight { name, shape }| (name, shape);
         Counter {
@@ -50,6 +65,38 @@ impl<'a> DecoderMemory<'a> {
             matrices: Some(0),
             vectors: Some(0),
             tensors: Some(0),
+        }
+    }
+}
+
+/// The weights that a step multiplies by; an embedding that is only looked up is not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepWeights {
+    /// Those every token is multiplied by.
+    pub layers: WeightSizes,
+    /// The output matrix, by which tokens are multiplied whose logits are wanted.
+    pub head: WeightSizes,
+}
+
+/// Sizes of some weight matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WeightSizes {
+    /// Bytes, packed.
+    pub bytes: u64,
+    /// Elements of the matrices in the dtype.
+    pub plain: u64,
+    /// Elements of the quantised matrices.
+    pub quantised: u64,
+}
+
+impl WeightSizes {
+    fn add(&mut self, shape: &MatrixShape, buffers: &dyn BufferSizes) {
+        let elements = shape.n as u64 * shape.k as u64;
+        self.bytes =
+            self.bytes.saturating_add(buffers.matrix_bytes(shape).unwrap_or(usize::MAX) as u64);
+        match buffers.quantised_as(shape) {
+            Some(_) => self.quantised += elements,
+            None => self.plain += elements,
         }
     }
 }
@@ -122,11 +169,21 @@ impl Parts for Counter<'_> {
     type Tensor = ();
 
     fn matrix(&mut self, layout: MatrixLayout, names: &[String]) -> Result<(), ModelError> {
-        let blocks = self.source.and_then(|source| block_format(source, names));
-        let (n, k) = (self.rows(names), self.weights[&names[0]][1]);
-        let shape = MatrixShape { layout, n, k, blocks };
-        add(&mut self.matrices, self.buffers.matrix_bytes(&shape));
-        self.shapes.push(shape);
+        let buffers = self.buffers;
+        let shapes: Vec<MatrixShape> = match self.source {
+            None => {
+                let (n, k) = (self.rows(names), self.weights[&names[0]][1]);
+                vec![MatrixShape { layout, n, k, blocks: None }]
+            }
+            Some(source) => {
+                let stacks = stacks(source, layout, names, |s| buffers.quantised_as(s).is_some());
+                stacks.into_iter().map(|(_, shape)| shape).collect()
+            }
+        };
+        for shape in shapes {
+            add(&mut self.matrices, buffers.matrix_bytes(&shape));
+            self.shapes.push(shape);
+        }
         Ok(())
     }
 
@@ -191,7 +248,7 @@ mod tests {
 
     impl StepBytes for CpuBackend {
         fn step_bytes(&self) -> usize {
-            self.quantised_rows_bytes()
+            Self::step_bytes(self)
         }
     }
 
@@ -325,8 +382,9 @@ mod tests {
             ([8, 8, 8, 8], "Q8_0 as stored (9 of 9 matrices)"),
             ([2, 2, 2, 2], "Q4_0 as stored (9 of 9 matrices)"),
             ([8, 3, 3, 3], "8 Q4_1 as stored, 1 Q8_0 as stored of 9 matrices"),
-            // Fused queries, keys and values of two formats are unpacked.
-            ([14, 12, 14, 12], "6 Q4_K as stored, 1 Q6_K as stored of 9 matrices"),
+            // Queries, keys and values of two formats are two matrices.
+            ([14, 12, 14, 12], "8 Q4_K as stored, 3 Q6_K as stored of 11 matrices"),
+            ([14, 12, 6, 12], "8 Q4_K as stored, 1 Q6_K as stored of 11 matrices"),
             ([14, 14, 14, 6], "Q6_K as stored (3 of 9 matrices)"),
             ([1, 0, 0, 30], "none"),
         ] {
@@ -367,6 +425,29 @@ mod tests {
     }
 
     #[test]
+    fn a_step_multiplies_by_all_weights_but_an_untied_embedding() {
+        let (spec, source) = block_model([8, 3, 3, 3]);
+        let buffers = || CpuBuffers::new(DType::Bf16, Some(1));
+        let plain = DecoderMemory::new(&spec, buffers()).step_weights();
+        let (vocab, hidden) = (spec.vocab_size as u64, spec.hidden_size as u64);
+        assert_eq!((plain.head.plain, plain.head.quantised), (vocab * hidden, 0));
+        let vectors = hidden * (2 * spec.num_layers as u64 + 1);
+        let embedding = if spec.tie_word_embeddings { 0 } else { vocab * hidden };
+        let all = model_info(&spec).num_parameters - vectors - embedding;
+        assert_eq!(plain.layers.plain + plain.head.plain, all);
+        let stored = DecoderMemory::new(&spec, buffers().quantised(Quantization::Stored));
+        let stored = stored.stored_in(&source).step_weights();
+        assert_eq!(stored.layers.quantised, plain.layers.plain);
+        assert_eq!((stored.layers.plain, stored.head.plain), (0, 0));
+        // Blocks of 32: 34 bytes or 20, in panels of 64 rows.
+        assert!(stored.layers.bytes < plain.layers.bytes / 2);
+
+        let spec = DecoderSpec { tie_word_embeddings: !spec.tie_word_embeddings, ..spec };
+        let other = DecoderMemory::new(&spec, buffers()).step_weights();
+        assert_eq!(other, plain);
+    }
+
+    #[test]
     fn sizes_are_those_of_the_formula() {
         let spec = read_config(&golden_folder("llama-gqa")).unwrap().spec;
         let (hidden, vocab) = (spec.hidden_size, spec.vocab_size);
@@ -385,7 +466,15 @@ mod tests {
         let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
         let f32_cols = hidden + q + 2 * kv;
         let bf16_cols = hidden + 2 * q + spec.intermediate_size;
-        assert_eq!(bytes.workspace, 100 * (4 * f32_cols + 2 * bf16_cols));
+        let workspace =
+            |tokens, positions| memory.fixed_bytes(&limits(tokens, positions)).unwrap().workspace;
+        let activations = 100 * (4 * f32_cols + 2 * bf16_cols);
+        assert_eq!(workspace(200, 10) - bytes.workspace, activations);
+        // Attention keeps a maximum, a sum and an output of every head for each split of 256
+        // positions, and a counter.
+        let group = spec.num_heads / spec.num_kv_heads;
+        let head = 4 * (group * (spec.head_dim + 2)).next_multiple_of(16) + 4;
+        assert_eq!(workspace(100, 513) - workspace(100, 256), 2 * spec.num_kv_heads * head);
         assert_eq!(bytes.logits, 64 * (4 * hidden + 2 * hidden + 4 * vocab));
         assert_eq!(bytes.sampling, 3 * (6 * 4 * vocab + 8 * 2048));
         // Fewer rows than a slice of logits has.

@@ -23,7 +23,7 @@ use crate::{
     dequant::dequantise,
     error::{LoadError, check_limit, quoted},
     folder::ModelFolder,
-    mapped::map_file,
+    mapped::{map_file, release},
     source::{SourceDtype, WeightSource, row_bytes},
 };
 
@@ -162,6 +162,12 @@ impl WeightSource for SafetensorsSource {
         let cols = *tensor.shape.last()?;
         let bytes = row_bytes(&tensor.shape, tensor.dtype, row, cols).ok()?;
         self.shards[*shard].data[tensor.data.clone()].get(bytes)
+    }
+
+    fn release(&self, name: &str, rows: Range<usize>) {
+        if let Some(Entry { shard, tensor }) = self.tensors.get(name) {
+            release(&self.shards[*shard].data, &tensor.shape, &tensor.data, rows);
+        }
     }
 
     fn location(&self, name: &str) -> String {

@@ -5,6 +5,7 @@
 //! way from safetensors and from GGUF.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::error::LoadError;
 use quire_engine::ops::BlockFormat;
@@ -143,15 +144,19 @@ pub trait WeightSource: Send + Sync {
         None
     }
 
+    /// Says that rows of a matrix have been read for now; what memory holds of them, being in a
+    /// file, may be let go.
+    fn release(&self, _name: &str, _rows: Range<usize>) {}
+
     /// The file that holds a tensor, or the model's path if there is no such tensor; for messages.
     fn location(&self, name: &str) -> String;
 }
 
-/// The format that all of the matrices `names` are stored in, where it is one of blocks.
-pub(crate) fn block_format(source: &dyn WeightSource, names: &[String]) -> Option<BlockFormat> {
-    let mut formats = names.iter().map(|name| source.dtype(name)?.block_format());
-    let first = formats.next()??;
-    formats.all(|format| format == Some(first)).then_some(first)
+/// The type of all of the matrices `names`, where it is one.
+pub(crate) fn common_dtype(source: &dyn WeightSource, names: &[String]) -> Option<SourceDtype> {
+    let mut dtypes = names.iter().map(|name| source.dtype(name));
+    let first = dtypes.next()??;
+    dtypes.all(|dtype| dtype == Some(first)).then_some(first)
 }
 
 /// The bytes of `row` within a tensor's data; `Err` says what is wrong with the request.
@@ -160,7 +165,7 @@ pub(crate) fn row_bytes(
     dtype: SourceDtype,
     row: usize,
     out_len: usize,
-) -> Result<std::ops::Range<usize>, String> {
+) -> Result<Range<usize>, String> {
     let (rows, cols) = match *shape {
         [cols] => (1, cols),
         [rows, cols] => (rows, cols),

@@ -7,6 +7,8 @@ use crate::device::CudaReport;
 use crate::load;
 use crate::memory::{PlanJson, host_swap, table as memory_table};
 use crate::output::{Output, counted, two_columns};
+use crate::size::format_size;
+use quire_engine::backend::ceiling::usable_cores;
 use quire_engine::backend::{CpuBackend, GemmMode, ReferenceBackend};
 use quire_engine::config::{DEFAULT_STEP_MS, Measure, ResolvedConfig};
 use quire_engine::ops::{Backend, BackendInfo, WeightFormats};
@@ -43,6 +45,8 @@ struct Info {
     threads: usize,
     batch_invariant: bool,
     huge_pages: String,
+    /// In them after loading; null without `--measure`.
+    huge_page_bytes: Option<usize>,
     kv_bytes_per_token: usize,
     block_size: usize,
     num_blocks: usize,
@@ -92,14 +96,17 @@ pub fn run(args: &InfoArgs) -> anyhow::Result<Outcome> {
     // Unless somebody says otherwise it depends on the backend.
     plan.async_scheduling.get_or_insert(options.backend == BackendKind::Cuda);
     let memory = plan.memory;
+    let mut huge_page_bytes = None;
     if args.measure {
         let engine = load::load(&files, options)?;
         plan.scheduler = engine.limits().clone();
         plan.async_scheduling = Some(engine.async_scheduling());
+        huge_page_bytes = bytes_in_huge_pages();
     }
     let computer = Computer::new(&files, options)?;
     let model = args.model.model.display().to_string();
-    let info = info(model, &files, (&setup, computer), (plan, args.measure));
+    let mut info = info(model, &files, (&setup, computer), (plan, args.measure));
+    info.huge_page_bytes = huge_page_bytes;
     let mut output = Output::stdout();
     if args.json {
         output.json(&info)?;
@@ -178,6 +185,7 @@ fn info(
         threads: backend.threads,
         batch_invariant: backend.batch_invariant,
         huge_pages: huge_pages(),
+        huge_page_bytes: None,
         kv_bytes_per_token: plan.memory.kv_cache / (limits.num_blocks * limits.block_size),
         block_size: limits.block_size,
         num_blocks: limits.num_blocks,
@@ -222,17 +230,33 @@ fn scheduling(plan: &ResolvedConfig, measured: bool) -> Scheduling {
     }
 }
 
-/// Whether the system gives transparent huge pages to programs that ask, as ours does.
-fn huge_pages() -> String {
-    let path = "/sys/kernel/mm/transparent_hugepage/enabled";
-    let setting = std::fs::read_to_string(path).ok();
+/// Whether this process gets transparent huge pages where it asks for them, and if not, why.
+pub fn huge_pages() -> String {
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    let setting = read("/sys/kernel/mm/transparent_hugepage/enabled");
     // The file lists the choices, the one in force in brackets.
-    let chosen = setting.as_deref().and_then(|s| s.split_once('[')?.1.split_once(']'));
+    let chosen = setting.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    let status = read("/proc/self/status");
+    let allowed = status.lines().find_map(|line| line.strip_prefix("THP_enabled:"));
     match chosen {
-        Some(("never", _)) => "switched off by the system".to_owned(),
+        None => "not available on this system".to_owned(),
+        Some(("never", _)) => {
+            "switched off by the system; decoding is faster after `echo madvise > \
+             /sys/kernel/mm/transparent_hugepage/enabled`"
+                .to_owned()
+        }
+        Some(_) if allowed.is_some_and(|value| value.trim() == "0") => {
+            "switched off for this process".to_owned()
+        }
         Some((setting, _)) => format!("available (system setting: {setting})"),
-        None => "not available".to_owned(),
     }
+}
+
+/// Bytes of this process that lie in transparent huge pages, where the system says so.
+fn bytes_in_huge_pages() -> Option<usize> {
+    let maps = std::fs::read_to_string("/proc/self/smaps_rollup").ok()?;
+    let line = maps.lines().find_map(|line| line.strip_prefix("AnonHugePages:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? * 1024)
 }
 
 fn table(info: &Info) -> String {
@@ -254,12 +278,15 @@ fn table(info: &Info) -> String {
     ];
     match &info.cuda {
         Some(cuda) => rows.extend(cuda_rows(cuda)),
-        None => rows
-            .extend([("instruction set", info.isa.clone()), ("threads", info.threads.to_string())]),
+        None => {
+            rows.extend([("instruction set", info.isa.clone()), ("threads", threads(info.threads))])
+        }
     }
     rows.push(("batch invariant", yes_no(info.batch_invariant)));
     if info.cuda.is_none() {
-        rows.push(("huge pages", info.huge_pages.clone()));
+        let used = info.huge_page_bytes.map(format_size);
+        let used = used.map_or_else(String::new, |size| format!("; {size} after loading"));
+        rows.push(("huge pages", info.huge_pages.clone() + &used));
     }
     rows.extend([
         ("KV per token", format!("{} bytes", info.kv_bytes_per_token)),
@@ -281,6 +308,14 @@ fn cuda_rows(cuda: &CudaReport) -> [(&'static str, String); 5] {
         ("matrix products", cuda.gemm.to_owned()),
         ("graphs", yes_no(cuda.graphs)),
     ]
+}
+
+/// `threads`, and what they share where they are too many.
+fn threads(threads: usize) -> String {
+    match usable_cores() {
+        cores if threads > cores => format!("{threads} on {}", counted(cores as u64, "core")),
+        _ => threads.to_string(),
+    }
 }
 
 fn yes_no(yes: bool) -> String {

@@ -8,6 +8,8 @@ mod chat;
 mod device;
 #[path = "cli/info.rs"]
 mod info;
+#[path = "cli/isa.rs"]
+mod isa;
 #[path = "cli/quantization.rs"]
 mod quantization;
 #[path = "cli/resume.rs"]

@@ -176,15 +176,30 @@ impl TinyModel {
         if format.block_format().is_none() {
             return TinyModel { quantization: Quantization::Int8, ..model };
         }
-        for (name, (shape, values)) in &mut model.tensors {
-            if let [_, cols] = shape[..] {
+        model.quantization = Quantization::Stored;
+        model.in_blocks(seed, "", format)
+    }
+
+    /// The same with other weights in the matrices whose names end with `suffix`: blocks of
+    /// `format`.
+    pub fn in_blocks(mut self, seed: u64, suffix: &str, format: SourceDtype) -> Self {
+        for (name, (shape, values)) in &mut self.tensors {
+            if let [_, cols] = shape[..]
+                && name.ends_with(suffix)
+            {
                 let rng = &mut Rng::named(seed, name);
                 let blocks = random_blocks(rng, format, values.len(), (6.0 / cols as f32).sqrt());
                 dequantise(format, &blocks, values);
-                model.blocks.insert(name.clone(), (format, blocks));
+                self.blocks.insert(name.clone(), (format, blocks));
             }
         }
-        TinyModel { quantization: Quantization::Stored, ..model }
+        self
+    }
+
+    /// The same with the matrices whose names end with `suffix` stored as plain floats.
+    pub fn unpacked(mut self, suffix: &str) -> Self {
+        self.blocks.retain(|name, _| !name.ends_with(suffix));
+        self
     }
 
     /// The same with other attention windows, one a layer.

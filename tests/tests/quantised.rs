@@ -4,6 +4,7 @@
 use quire_engine::backend::{CpuBackend, Quantization};
 use quire_engine::ops::{Backend, MatrixLayout};
 use quire_engine::{DType, Request, RequestOutput};
+use quire_model_zoo::source::SourceDtype;
 use quire_tests::fixtures::{QUANTISED, Setup, TinyModel};
 use quire_tests::oracle::{greedy, run_all};
 use quire_tests::strategies::mixed_requests;
@@ -31,14 +32,21 @@ fn requests() -> Vec<Request> {
     requests.map(|r| Request { params: greedy(8), capture_logits: true, ..r }).collect()
 }
 
+/// Models whose queries, keys and values are not all stored alike.
+fn mixed_models() -> [(&'static str, TinyModel); 2] {
+    let model = TinyModel::quantised(5, SourceDtype::Q4K);
+    let two = model.clone().in_blocks(6, "v_proj.weight", SourceDtype::Q6K);
+    [("Q4_K and Q6_K", two), ("Q4_K and F32", model.unpacked("k_proj.weight"))]
+}
+
 /// A block's activations are rounded to 1/127 of its largest, which is an error of 1/440 of that:
 /// of normal values, of which 32 reach 2.1 deviations and 256 reach 2.9, 0.5 or 0.7 % of a block.
 /// Those of the products of two layers and the head add up by squares, to some 1.5 to 2.5 %, as
 /// measured. `Int8` rounds weights, too.
 #[test]
 fn logits_are_near_those_of_the_weights_unpacked() {
-    for format in QUANTISED {
-        let quantised = TinyModel::quantised(5, format);
+    let models = QUANTISED.map(|format| (format.name(), TinyModel::quantised(5, format)));
+    for (format, quantised) in models.into_iter().chain(mixed_models()) {
         let mut unpacked = quantised.clone();
         unpacked.quantization = Quantization::None;
         for dtype in [DType::F32, DType::Bf16] {
@@ -71,6 +79,13 @@ fn backends_say_what_is_quantised() {
         assert_eq!(quantization(&model), want);
         model.quantization = Quantization::None;
         assert_eq!(quantization(&model), "none");
+    }
+    for ((_, model), want) in mixed_models().into_iter().zip([
+        "10 Q4_K as stored, 2 Q6_K as stored of 12 matrices",
+        "Q4_K as stored (12 of 14 matrices)",
+    ]) {
+        let engine = model.engine(&Setup::cpu(DType::Bf16));
+        assert_eq!(engine.backend().quantization.to_string(), want);
     }
 }
 

@@ -188,7 +188,11 @@ impl WeightRows for RandomRows {
         Ok(())
     }
 
-    fn stored(&self, row: usize) -> Option<(DType, &[u8])> {
-        Some((DType::Bf16, bytemuck::cast_slice(self.row(row))))
+    fn stored_type(&self) -> Option<DType> {
+        Some(DType::Bf16)
+    }
+
+    fn stored(&self, row: usize) -> Option<&[u8]> {
+        Some(bytemuck::cast_slice(self.row(row)))
     }
 }

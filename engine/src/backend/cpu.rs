@@ -18,7 +18,8 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use matrix::{Packed, Packing, label};
 use quire_kernels_cpu as kernels;
 use quire_kernels_cpu::{
-    AttnArgs, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape, QuantKind, QuantRows, Words,
+    Arena, AttnArgs, AttnScratch, AttnScratchShape, Ctx, Dtype, Epilogue, Isa, KvCache, KvShape,
+    QuantKind, QuantRows, Words,
 };
 use std::ops::Range;
 use std::sync::Mutex;
@@ -75,6 +76,16 @@ impl CpuBuffers {
             dtype: self.kernel_dtype(),
         }
     }
+
+    fn attention_shape(limits: &StepLimits, layout: &KvLayout) -> AttnScratchShape {
+        AttnScratchShape {
+            seqs: limits.max_seqs,
+            positions: limits.max_positions,
+            q_heads: limits.num_heads,
+            kv_heads: layout.num_kv_heads,
+            head_dim: layout.head_dim,
+        }
+    }
 }
 
 impl BufferSizes for CpuBuffers {
@@ -105,10 +116,11 @@ impl BufferSizes for CpuBuffers {
     fn step_bytes(
         &self,
         limits: &StepLimits,
-        _: &KvLayout,
+        layout: &KvLayout,
         matrices: &[MatrixShape],
     ) -> Option<usize> {
-        self.packing().rows_bytes(matrices, limits.max_tokens)
+        let attention = Self::attention_shape(limits, layout).bytes()?;
+        self.packing().rows_bytes(matrices, limits.max_tokens)?.checked_add(attention)
     }
 }
 
@@ -116,12 +128,17 @@ impl BufferSizes for CpuBuffers {
 pub struct CpuBackend {
     ctx: Ctx,
     buffers: CpuBuffers,
+    /// Holds the weights.
+    arena: Arena,
     step: ForwardInput,
     /// Kind and inputs of the quantised weights, each once.
     quant_shapes: Vec<(QuantKind, usize)>,
     formats: WeightFormats,
     /// The input of an op with a quantised weight.
     quant_rows: QuantRows,
+    /// Layout of the KV cache, once there is one.
+    layout: Option<KvLayout>,
+    attention: AttnScratch,
     /// One sampler a worker.
     samplers: Vec<Mutex<Sampler>>,
     samples: Vec<SampleOutput>,
@@ -148,10 +165,13 @@ impl CpuBackend {
         Ok(CpuBackend {
             ctx,
             buffers: CpuBuffers::new(dtype, Some(threads)),
+            arena: Arena::default(),
             step: ForwardInput::default(),
             quant_shapes: Vec::new(),
             formats: WeightFormats::default(),
             quant_rows: QuantRows::new(),
+            layout: None,
+            attention: AttnScratch::default(),
             samplers,
             samples: Vec::new(),
             chosen: Vec::new(),
@@ -164,9 +184,10 @@ impl CpuBackend {
         self
     }
 
-    /// Bytes of the buffer for inputs of quantised weights.
-    pub fn quantised_rows_bytes(&self) -> usize {
-        self.quant_rows.bytes()
+    /// Bytes of the buffers that steps take: inputs of quantised weights, and partial results of
+    /// attention.
+    pub fn step_bytes(&self) -> usize {
+        self.quant_rows.bytes() + self.attention.bytes()
     }
 
     /// Multiplies by a weight; the input is quantised first where the weight is.
@@ -180,6 +201,18 @@ impl CpuBackend {
                 let rows = &mut self.quant_rows;
                 rows.quantise(&self.ctx, words, (x.rows, x.cols), packed.kind());
                 kernels::gemm_quant(&self.ctx, rows, packed, epilogue);
+            }
+            Packed::Stacked(parts) => {
+                let Epilogue::Store { bias, out } = epilogue else {
+                    unreachable!("stacked weights are for plain products")
+                };
+                let mut first = 0;
+                for part in parts {
+                    let bias = bias.map(|bias| &bias[first..first + part.n]);
+                    let epilogue = Epilogue::StoreColumns { bias, out, first, stride: w.n };
+                    self.multiply(x, part, epilogue);
+                    first += part.n;
+                }
             }
         }
     }
@@ -273,7 +306,7 @@ impl Backend for CpuBackend {
     ) -> Result<CpuMatrix, BackendError> {
         let shape = MatrixShape { layout, n, k, blocks: rows.block_format() };
         let packing = self.buffers.packing();
-        let matrix = packing.pack(&self.ctx, &shape, rows)?;
+        let matrix = packing.pack(&self.ctx, &mut self.arena, &shape, rows)?;
         let kind = packing.kind(&shape);
         self.formats.add(kind.map(label));
         if let Some(kind) = kind
@@ -282,6 +315,14 @@ impl Backend for CpuBackend {
             self.quant_shapes.push((kind, k));
         }
         Ok(matrix)
+    }
+
+    fn quantises(&self, shape: &MatrixShape) -> bool {
+        self.buffers.packing().kind(shape).is_some()
+    }
+
+    fn stack(&mut self, parts: Vec<CpuMatrix>) -> CpuMatrix {
+        CpuMatrix::stacked(parts)
     }
 
     fn vector(&mut self, data: &[f32]) -> Result<Vec<f32>, BackendError> {
@@ -303,6 +344,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv_cache(&mut self, layout: &KvLayout) -> Result<KvCache, BackendError> {
+        self.layout = Some(layout.clone());
         self.blocks(layout, layout.num_blocks, "the KV cache")
     }
 
@@ -318,6 +360,10 @@ impl Backend for CpuBackend {
         for &(kind, k) in &self.quant_shapes {
             let room = self.quant_rows.reserve(kind, limits.max_tokens, k);
             room.map_err(|e| out_of_memory("quantised activations", e.bytes))?;
+        }
+        if let Some(layout) = &self.layout {
+            let room = self.attention.reserve(&CpuBuffers::attention_shape(limits, layout));
+            room.map_err(|e| out_of_memory("partial results of attention", e.bytes))?;
         }
         Ok(())
     }
@@ -452,7 +498,7 @@ impl Backend for CpuBackend {
             window: args.window,
             softcap: None,
         };
-        kernels::attention(&self.ctx, &args, kv, out.words_mut());
+        kernels::attention(&self.ctx, &args, kv, &mut self.attention, out.words_mut());
     }
 
     fn gather_rows(&mut self, x: &CpuTensor, rows: Range<usize>, out: &mut CpuTensor) {

@@ -12,3 +12,10 @@ pub use cuda::{CudaBackend, CudaBuffers};
 pub use options::{CudaOptions, GemmMode, Quantization};
 pub use quire_kernels_cpu::Isa;
 pub use reference::{ReferenceBackend, ReferenceBuffers};
+
+/// What the CPU can do at best, and what measuring that takes.
+pub mod ceiling {
+    pub use quire_kernels_cpu::{
+        Ctx, CtxError, MatrixKind, Pages, ReadBuffer, matrix_peak, read_bandwidth, usable_cores,
+    };
+}

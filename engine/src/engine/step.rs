@@ -116,8 +116,7 @@ impl Engine {
             self.stats.times.forward += results.forward_time;
             self.stats.times.sample += results.sample_time;
         }
-        self.stats.num_steps += 1;
-        self.stats.num_computed_tokens += plan.num_tokens() as u64;
+        self.stats.count_step(plan.num_tokens(), &input.forward);
         Ok(())
     }
 

@@ -148,8 +148,8 @@ impl BlockTransfers {
     }
 }
 
-/// Shape of the paged KV cache: `[layer][block][2][kv_head][block_size][head_dim]`, the order
-/// inside a block being the backend's own.
+/// Shape of the paged KV cache: `[layer][block][2][kv_head][block_size][head_dim]`; the order of
+/// layers and blocks, and that inside a block, is the backend's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     /// Decoder layers.

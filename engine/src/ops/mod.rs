@@ -28,6 +28,7 @@ pub use input::{BlockTransfers, ForwardInput, KvLayout};
 pub use quantised::{BlockFormat, WeightFormats};
 
 use crate::sampling::{SampleOutput, SamplingBatch};
+use std::ops::Range;
 
 /// What an activation tensor holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,19 +70,23 @@ pub trait WeightRows: Sync {
     /// Reads a row as f32.
     fn read(&self, row: usize, out: &mut [f32]) -> Result<(), ReadError>;
 
-    /// The bytes of a row as this machine lays out its elements, where they are at hand in a type
-    /// that a backend computes in.
-    fn stored(&self, _row: usize) -> Option<(DType, &[u8])> {
+    /// The type that every row is stored in, where it is one that a backend computes in and the
+    /// bytes are at hand as this machine lays them out.
+    fn stored_type(&self) -> Option<DType> {
         None
     }
+
+    /// The bytes of a row of such a weight, or the blocks of one that has a
+    /// [`Self::block_format`].
+    fn stored(&self, _row: usize) -> Option<&[u8]> {
+        None
+    }
+
+    /// Says that rows have been read for now; what memory holds of their file may be let go.
+    fn release(&self, _rows: Range<usize>) {}
 
     /// The format that every row is stored in, where it is one of quantised blocks.
     fn block_format(&self) -> Option<BlockFormat> {
-        None
-    }
-
-    /// The blocks of a row, where there is such a format.
-    fn blocks(&self, _row: usize) -> Option<&[u8]> {
         None
     }
 }
@@ -251,6 +256,17 @@ pub trait Backend: Sized + Send + 'static {
         k: usize,
         rows: &dyn WeightRows,
     ) -> Result<Self::Matrix, BackendError>;
+
+    /// Whether a weight of this shape would be kept in its blocks or otherwise quantised.
+    fn quantises(&self, _shape: &MatrixShape) -> bool {
+        false
+    }
+
+    /// One weight whose rows are those of several plain ones, which may differ in format; only
+    /// asked for where some of them are quantised, and not for embeddings.
+    fn stack(&mut self, _parts: Vec<Self::Matrix>) -> Self::Matrix {
+        unreachable!("no weight is quantised")
+    }
 
     /// Uploads a small parameter.
     fn vector(&mut self, data: &[f32]) -> Result<Self::Vector, BackendError>;

@@ -1,31 +1,46 @@
 //! Paged attention, prefill and decode in one arithmetic.
 //!
 //! Keys are walked in splits of 256 absolute positions. Within a split: scores of the keys that
-//! some row of the tile sees, masked by selection; `m = max`; `p = 2^(s − m)`; `l = Σp` by lane,
+//! some row of the strip sees, masked by selection; `m = max`; `p = 2^(s − m)`; `l = Σp` by lane,
 //! then in the fixed tree; P rounded to the cache's type; `o = P·V` in the order of the keys. A
 //! split is folded into the row's `(M, L, O)`, which starts from `(−∞, 0, 0)`, by one formula.
 //!
-//! The rows of a tile share the walk and nothing else. A key that a row does not see has `p = 0`,
-//! and adding `0 · v` to a sum changes no bit where v is finite; keys that no row of the tile sees
-//! are not read, so what lies in free slots never takes part. (Rows of one tile belong to one
+//! Who computes what is [`plan`]'s: a split of a long sequence may be another worker's, and is then
+//! folded later, in the same order by the same formula.
+//!
+//! The rows of a strip share the walk and nothing else. A key that a row does not see has `p = 0`,
+//! and adding `0 · v` to a sum changes no bit where v is finite; keys that no row of the strip
+//! sees are not read, so what lies in free slots never takes part. (Rows of one strip belong to one
 //! sequence: only a value of its own that is not finite can reach an earlier row, and such a
 //! sequence fails anyway.)
 
+mod batch;
+mod halves;
 mod item;
+mod plan;
 mod softmax;
 mod split;
+
+use std::cell::RefCell;
 
 use crate::ctx::Ctx;
 use crate::kv::KvCache;
 use crate::ptr::SharedMut;
 use crate::simd::dispatch;
-use item::Item;
+use item::{Compute, Item, Partials, Workspace};
+use plan::{Plan, partial_words};
+
+pub use plan::{AttnScratch, AttnScratchShape};
 
 /// Positions in a split.
 const SPLIT: usize = 256;
 
 /// Query rows of an item at most: the keys and values of a split come from L2 for all its tiles.
 const ITEM_ROWS: usize = 48;
+
+thread_local! {
+    static WORKSPACE: RefCell<Workspace> = const { RefCell::new(Workspace::new()) };
+}
 
 /// Inputs of [`attention`] for S sequences with T tokens in this step.
 #[derive(Clone, Copy)]
@@ -54,30 +69,52 @@ pub struct AttnArgs<'a> {
 
 /// Causal attention of every token over its sequence in the cache.
 ///
-/// The tokens of a sequence are its last, in order. `out` is `[T][words(Hq·D)]`.
+/// The tokens of a sequence are its last, in order. `out` is `[T][words(Hq·D)]`. The bits do not
+/// depend on `scratch`, which lets workers share a token with many keys.
 /// Panics if a length does not fit or a block that is read is out of range.
-pub fn attention(ctx: &Ctx, args: &AttnArgs<'_>, kv: &KvCache, out: &mut [u32]) {
+pub fn attention(
+    ctx: &Ctx,
+    args: &AttnArgs<'_>,
+    kv: &KvCache,
+    scratch: &mut AttnScratch,
+    out: &mut [u32],
+) {
     let tokens = args.check(kv);
     assert_eq!(out.len(), args.q.len(), "words of {tokens} tokens' heads");
-    let kv_heads = kv.shape().kv_heads;
-    let group = args.q_heads / kv_heads;
-    let item_tokens = (ITEM_ROWS / group).max(1);
+    let (kv_heads, head_dim) = (kv.shape().kv_heads, kv.shape().head_dim);
+    let words = partial_words(args.q_heads / kv_heads, head_dim).expect("queries are in memory");
+    let (plan, values, done) = Plan::new(args, kv_heads, (ctx.pool.threads(), words), scratch);
+    let partials = Partials { values: SharedMut::new(values), done, words };
     let out = SharedMut::new(out);
-    // One item for each token and head, most of which are empty: no list of items is needed.
-    // Late tokens see the most keys, so they come first.
-    ctx.pool.for_each(tokens * kv_heads, |_, item| {
-        let (token, head) = (tokens - 1 - item / kv_heads, item % kv_heads);
-        let starts = args.query_start_loc;
-        let seq = starts.partition_point(|&start| start as usize <= token) - 1;
-        let (start, end) = (starts[seq] as usize, starts[seq + 1] as usize);
-        if (token - start).is_multiple_of(item_tokens) {
-            let last = end.min(token + item_tokens);
-            dispatch(ctx.isa, Item { args, kv, out, seq, head, tokens: (token, last) });
-        }
+    ctx.pool.for_each(plan.units(), |_, index| {
+        let item = Item { args, kv, out, unit: plan.unit(index), partials };
+        WORKSPACE.with_borrow_mut(|workspace| dispatch(ctx.isa, Compute(&item, workspace)));
     });
 }
 
 impl AttnArgs<'_> {
+    /// First token of a sequence in this step, and the one after its last.
+    #[inline(always)]
+    fn tokens(&self, seq: usize) -> (usize, usize) {
+        (self.query_start_loc[seq] as usize, self.query_start_loc[seq + 1] as usize)
+    }
+
+    /// First position that a token at `position` sees.
+    #[inline(always)]
+    fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window as usize))
+    }
+
+    /// Splits that the tokens of a sequence see.
+    fn splits(&self, seq: usize) -> usize {
+        let (start, end) = self.tokens(seq);
+        if start == end {
+            return 0;
+        }
+        let len = self.seq_lens[seq] as usize;
+        (len - 1) / SPLIT - self.first_seen(len - (end - start)) / SPLIT + 1
+    }
+
     /// Checks the lengths and returns the number of tokens.
     fn check(&self, kv: &KvCache) -> usize {
         let (shape, seqs) = (kv.shape(), self.seq_lens.len());

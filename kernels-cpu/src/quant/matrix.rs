@@ -3,7 +3,7 @@
 use super::codec::{pack_block, unpack_block};
 use super::kind::{QuantError, QuantKind};
 use super::{round_i8, scale_and_inverse};
-use crate::buf::{AllocError, Words};
+use crate::buf::{AllocError, Arena, Words};
 use crate::ctx::Ctx;
 use crate::matrix::PANEL;
 use crate::ptr::SharedMut;
@@ -24,9 +24,23 @@ pub struct QuantMatrix {
 impl QuantMatrix {
     /// A matrix of `n` output columns and `k` inputs whose scales are all zero.
     pub fn zeroed(kind: QuantKind, n: usize, k: usize) -> Result<Self, QuantError> {
+        Ok(Self { kind, n, k, words: Words::zeroed(Self::words_of(kind, n, k)?)? })
+    }
+
+    /// The same in `arena`.
+    pub fn zeroed_in(
+        arena: &mut Arena,
+        kind: QuantKind,
+        n: usize,
+        k: usize,
+    ) -> Result<Self, QuantError> {
+        Ok(Self { kind, n, k, words: arena.zeroed(Self::words_of(kind, n, k)?)? })
+    }
+
+    fn words_of(kind: QuantKind, n: usize, k: usize) -> Result<usize, QuantError> {
         kind.check_inputs(k)?;
         let bytes = Self::bytes_of(kind, n, k).ok_or(AllocError { bytes: usize::MAX })?;
-        Ok(Self { kind, n, k, words: Words::zeroed(bytes / 4)? })
+        Ok(bytes / 4)
     }
 
     /// Bytes that a matrix of `n` output columns and `k` inputs takes; `None` where there is no

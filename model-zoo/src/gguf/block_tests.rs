@@ -2,7 +2,7 @@
 
 use super::testing::block_model;
 use crate::dequant::dequantise;
-use crate::source::{SourceDtype, WeightSource, block_format};
+use crate::source::{SourceDtype, WeightSource, common_dtype};
 use crate::weights::layer_weight;
 use quire_engine::ops::BlockFormat;
 
@@ -39,7 +39,7 @@ fn matrices_have_a_format_where_all_parts_have_it() {
     let (_, source) = block_model([Q6_K, Q4_1, Q5_0, Q4_1]);
     let format = |parts: &[&str]| {
         let names = parts.iter().map(|part| layer_weight(0, &format!("{part}_proj.weight")));
-        block_format(&source, &names.collect::<Vec<_>>())
+        common_dtype(&source, &names.collect::<Vec<_>>())?.block_format()
     };
     let (q, k, v) = ("self_attn.q", "self_attn.k", "self_attn.v");
     assert_eq!(format(&[q, k]), Some(BlockFormat::Q4_1));

@@ -20,7 +20,7 @@ mod tokenizer;
 mod types;
 
 use std::{
-    ops::Deref,
+    ops::{Deref, Range},
     path::{Path, PathBuf},
 };
 
@@ -31,7 +31,11 @@ pub use source::GgufSource;
 pub use tokenizer::GgufTokenizer;
 
 use crate::{
-    dequant::dequantise, error::LoadError, mapped::map_file, source::row_bytes, spec::DecoderSpec,
+    dequant::dequantise,
+    error::LoadError,
+    mapped::{map_file, release},
+    source::row_bytes,
+    spec::DecoderSpec,
 };
 use header::{Header, TensorInfo};
 
@@ -133,6 +137,13 @@ impl GgufFile {
     fn stored_row(&self, matrix: &TensorInfo, row: usize) -> &[u8] {
         let bytes = row_bytes(&matrix.shape, matrix.dtype, row, matrix.shape[1]);
         &self.data[matrix.data.clone()][bytes.expect("the matrix has the row")]
+    }
+
+    /// Lets memory go that mirrors rows of a tensor of this file.
+    fn release(&self, tensor: &TensorInfo, rows: Range<usize>) {
+        if let Bytes::Mapped(map) = &self.data {
+            release(map, &tensor.shape, &tensor.data, rows);
+        }
     }
 
     fn tensor_error(&self, name: &str, problem: impl Into<String>) -> LoadError {

@@ -4,7 +4,7 @@
 //! query and key rows of each head: `(i, i + head_dim / 2)` become neighbours. Reading undoes that;
 //! other architectures keep their order.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, ops::Range};
 
 use super::{GgufFile, TensorInfo, names, spec::is_permuted};
 use crate::{
@@ -125,6 +125,13 @@ impl WeightSource for GgufSource {
         let tensor = &self.file.header.tensors[index];
         let [rows, _] = tensor.shape[..] else { return None };
         (row < rows).then(|| self.file.stored_row(tensor, order.stored(row)))
+    }
+
+    fn release(&self, name: &str, rows: Range<usize>) {
+        if let Some(tensor) = self.tensor(name) {
+            // Rows in another order stay within their head, or are read again.
+            self.file.release(tensor, rows);
+        }
     }
 
     fn location(&self, _name: &str) -> String {

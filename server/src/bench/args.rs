@@ -3,7 +3,9 @@
 use super::dataset::{ClassSpec, MAX_LEN, MAX_REQUESTS};
 use crate::cli::scheduling::PolicyName;
 use crate::cli::{ModelArgs, parse_positive, parse_whole, parse_within};
+use crate::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
+use quire_engine::backend::Isa;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -22,6 +24,8 @@ pub enum BenchCommand {
     Throughput(Box<ThroughputArgs>),
     /// How long one batch takes
     Latency(Box<LatencyArgs>),
+    /// How fast this machine's CPU reads and multiplies at best; no model is needed
+    Ceiling(CeilingArgs),
 }
 
 /// What the help of `bench throughput` ends with.
@@ -72,6 +76,8 @@ pub struct ThroughputArgs {
     pub plot: Option<PathBuf>,
     #[command(flatten)]
     pub report: ReportArgs,
+    #[command(flatten)]
+    pub ceiling: NoCeiling,
 }
 
 /// Which requests to run.
@@ -181,6 +187,48 @@ pub struct LatencyArgs {
     pub num_iters_warmup: usize,
     #[command(flatten)]
     pub report: ReportArgs,
+    #[command(flatten)]
+    pub ceiling: NoCeiling,
+}
+
+/// Whether the machine is measured, too.
+#[derive(Args)]
+pub struct NoCeiling {
+    /// Leave out how close the steps come to what the CPU can do, and measuring that beforehand
+    #[arg(long)]
+    pub no_ceiling: bool,
+}
+
+/// What the help of `bench ceiling` ends with.
+const CEILING_HELP: &str = "\
+The best of many short runs counts. Memory is read once on huge pages, as weights are where the
+system gives them, and once on small ones. Matrix kernels multiply in registers, with operands in
+the L1 cache.";
+
+/// Arguments of `bench ceiling`.
+#[derive(Args)]
+#[command(after_help = CEILING_HELP)]
+pub struct CeilingArgs {
+    /// Threads to measure with, besides one alone [default: the cores this process may use]
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        value_parser = |text: &str| parse_within::<usize>(1..=1024, text),
+    )]
+    pub threads: Option<usize>,
+    /// Instruction set: portable, avx2, avx512, avx512bf16 or neon [default: the best there is]
+    #[arg(long)]
+    pub isa: Option<Isa>,
+    /// Memory to read, such as 512M or 2GiB [default: 256 MiB, or eight times the L3 cache]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
+    pub memory: Option<usize>,
+    /// JSON instead of a table
+    #[arg(long)]
+    pub json: bool,
+    /// File for the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
 }
 
 /// A policy to run with.

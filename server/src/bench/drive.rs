@@ -1,6 +1,7 @@
 //! Runs the requests of a benchmark and reads the clocks.
 
 use super::dataset::BenchRequest;
+use super::roofline::TimedStep;
 use crate::interrupt;
 use crate::load::style;
 use crate::output::milliseconds;
@@ -73,6 +74,8 @@ pub struct Measured {
     pub itl_ms: Vec<f64>,
     /// What the engine counted.
     pub stats: EngineStats,
+    /// Each step; with asynchronous scheduling a time is that of the step after.
+    pub steps: Vec<TimedStep>,
     /// Most KV blocks held after a step.
     pub peak_blocks: usize,
     /// Of the KV cache, one a step or, where reading it takes long, one every few steps.
@@ -142,8 +145,12 @@ impl Driver<'_> {
                 std::thread::sleep(wait.min(PATIENCE));
                 continue;
             }
+            let (before, start) = (self.engine.stats(), Instant::now());
             let out = self.engine.step().context("the engine failed")?;
             let now = Instant::now();
+            let work = self.engine.stats().since(&before).work;
+            let seconds = (now - start).as_secs_f64();
+            self.measured.steps.push(TimedStep { work, seconds });
             for delta in &out.deltas {
                 let live = self.live.get_mut(&delta.request_id).expect("a request of ours");
                 if let Some(before) = live.last_token.insert(delta.index, now) {

@@ -5,8 +5,9 @@ use super::args::LatencyArgs;
 use super::dataset::{BenchRequest, Random, greedy};
 use super::drive;
 use super::machine::{BackendReport, Machine};
+use super::roofline::{Ceilings, Roofline, Share, Shares, described};
 use super::stats::{Distribution, percentile};
-use crate::output::{Output, to_json, two_columns};
+use crate::output::{Output, counted, to_json, two_columns};
 use crate::{Outcome, interrupt, load};
 use quire_engine::{Engine, Request};
 use serde::Serialize;
@@ -32,6 +33,11 @@ struct Report {
     ttft: Distribution,
     /// Between tokens after the first, over all requests; null where there is one token.
     tpot: Option<Distribution>,
+    /// What the machine can do at best; null: not asked for, or something else than the CPU
+    /// computes.
+    ceilings: Option<Ceilings>,
+    /// How close the steps came; null likewise.
+    ceiling: Option<Shares>,
 }
 
 /// Runs the command.
@@ -39,7 +45,7 @@ struct Report {
 /// # Errors
 /// An argument or a file is unusable, or a run could not go on.
 pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
-    let files = Files::check(&args.report, None, None, &args.model.model)?;
+    let files = Files::check(args.report.output.as_deref(), None, None, &args.model.model)?;
     let model_files = load::open(&args.model.model)?;
     let mut setup = args.model.setup()?;
     let options = &mut setup.options;
@@ -52,6 +58,10 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
         args.batch_size,
         options.engine.max_num_seqs
     );
+    let roofline = match args.ceiling.no_ceiling {
+        true => None,
+        false => Roofline::measure(&model_files, options)?,
+    };
     let mut engine = load::load(&model_files, options)?;
     let batch = batch(args, &mut engine, options.engine.seed)?;
     if args.report.shows_memory() {
@@ -63,7 +73,7 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
     }
     interrupt::catch();
     let (mut latencies, mut ttft, mut tpot) = (Vec::new(), Vec::new(), Vec::new());
-    let mut failures = Vec::new();
+    let (mut failures, mut steps) = (Vec::new(), Vec::new());
     while latencies.len() < args.num_iters {
         let name = format!("batch {} of {}", latencies.len() + 1, args.num_iters);
         let measured = drive::run(&mut engine, &batch, &name)?;
@@ -75,6 +85,7 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
         ttft.extend(measured.samples.iter().filter_map(|s| Some(s.ttft_ms? / 1e3)));
         tpot.extend(measured.samples.iter().filter_map(|s| Some(s.tpot_ms? / 1e3)));
         failures.extend(measured.failures);
+        steps.extend(measured.steps);
     }
     anyhow::ensure!(failures.is_empty(), "{}", failures[0]);
     let Some((latency, ttft)) = Distribution::of(&latencies).zip(Distribution::of(&ttft)) else {
@@ -95,6 +106,8 @@ pub fn run(args: &LatencyArgs) -> anyhow::Result<Outcome> {
         latencies,
         ttft,
         tpot: Distribution::of(&tpot),
+        ceilings: roofline.map(|roofline| roofline.ceilings),
+        ceiling: roofline.map(|roofline| roofline.shares(&steps)),
     };
     if interrupt::requested() {
         let (done, wanted) = (report.latencies.len(), args.num_iters);
@@ -139,11 +152,24 @@ fn table(report: &Report, latency: &Distribution) -> String {
         format!("mean {mean:.2} ms, p50 {p50:.2} ms, p90 {p90:.2} ms, p99 {p99:.2} ms")
     };
     let (size, input, output) = (report.batch_size, report.input_len, report.output_len);
-    two_columns(&[
+    let mut rows = vec![
         ("batch", format!("{size} requests, {input} + {output} tokens")),
         ("batches", report.latencies.len().to_string()),
         ("latency", ms(latency)),
         ("TTFT", ms(&report.ttft)),
         ("per token", report.tpot.as_ref().map_or("none".to_owned(), ms)),
-    ])
+    ];
+    if let Some((ceilings, shares)) = report.ceilings.as_ref().zip(report.ceiling) {
+        rows.push(("ceilings", described(ceilings)));
+        let share = |share: Share, of: &str| {
+            format!(
+                "{:.1} % of the {of}, in the {} it bounds",
+                share.percent,
+                counted(share.num_steps as u64, "step")
+            )
+        };
+        rows.extend(shares.reading.map(|s| ("reading", share(s, "read bandwidth"))));
+        rows.extend(shares.multiplying.map(|s| ("multiplying", share(s, "matrix peak"))));
+    }
+    two_columns(&rows)
 }

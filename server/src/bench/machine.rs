@@ -1,5 +1,6 @@
 //! Where a benchmark ran.
 
+use crate::size::parse_size;
 use quire_engine::ops::BackendInfo;
 use serde::Serialize;
 
@@ -31,6 +32,27 @@ impl Machine {
             load_average: loadavg.split(' ').next().and_then(|first| first.parse().ok()),
         }
     }
+}
+
+/// Sizes in bytes of the caches of the first core; `None` where the system does not say.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Caches {
+    /// Of a core.
+    pub l2: Option<usize>,
+    /// Of several cores together.
+    pub l3: Option<usize>,
+}
+
+/// Those of this machine.
+pub fn caches() -> Caches {
+    let size = |level: usize| {
+        // Levels 2 and 3 come after the two caches of level 1, for data and for code.
+        let folder = format!("/sys/devices/system/cpu/cpu0/cache/index{level}");
+        let read = |file: &str| std::fs::read_to_string(format!("{folder}/{file}")).ok();
+        let is_level = read("level")?.trim().parse() == Ok(level);
+        parse_size(read("size")?.trim()).ok().filter(|_| is_level)
+    };
+    Caches { l2: size(2), l3: size(3) }
 }
 
 /// What computed, under the names of `BackendInfo`.

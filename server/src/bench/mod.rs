@@ -1,7 +1,9 @@
-//! `quire bench`: throughput and latency of a model on this machine, without a server.
+//! `quire bench`: throughput and latency of a model on this machine, without a server, and what the
+//! machine can do at best.
 
 pub mod args;
 mod calibrate;
+mod ceiling;
 mod dataset;
 mod drive;
 mod latency;
@@ -9,13 +11,14 @@ mod machine;
 mod plot;
 mod predict;
 mod report;
+mod roofline;
 mod stats;
 mod table;
 mod throughput;
 
 use crate::Outcome;
 use crate::generate::output_file::{OutputFile, is_same_file};
-use args::{BenchArgs, BenchCommand, ReportArgs};
+use args::{BenchArgs, BenchCommand};
 use std::path::Path;
 
 /// Runs the command.
@@ -26,6 +29,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<Outcome> {
     match &args.command {
         BenchCommand::Throughput(args) => throughput::run(args),
         BenchCommand::Latency(args) => latency::run(args),
+        BenchCommand::Ceiling(args) => ceiling::run(args),
     }
 }
 
@@ -38,12 +42,11 @@ struct Files {
 impl Files {
     /// Checks that those asked for can be written and are none that are read.
     fn check(
-        report: &ReportArgs,
+        results: Option<&Path>,
         plot: Option<&Path>,
         input: Option<&Path>,
         model: &Path,
     ) -> anyhow::Result<Self> {
-        let results = report.output.as_deref();
         if let Some((a, b)) = results.zip(plot) {
             anyhow::ensure!(a != b && !is_same_file(a, b), "--output and --plot are one file");
         }

@@ -5,6 +5,7 @@ use super::dataset::BenchRequest;
 use super::drive::{KvPoint, Measured, Sample};
 use super::machine::{BackendReport, Machine};
 use super::predict::{Schedule, StepModel};
+use super::roofline::{Ceilings, Shares};
 use super::stats::{Distribution, mean};
 use crate::cli::scheduling::PolicyName;
 use crate::memory::PlanJson;
@@ -34,6 +35,9 @@ pub struct Report {
     /// The step times that predictions are made of; null: none are wanted, or the
     /// context is too short.
     pub step_model: Option<StepModel>,
+    /// What the machine can do at best; null: not asked for, or something else than the CPU
+    /// computes.
+    pub ceilings: Option<Ceilings>,
     /// One a configuration.
     pub runs: Vec<Run>,
     /// Each later run over the first.
@@ -92,6 +96,8 @@ pub struct Run {
     pub kv_cache: KvReport,
     /// What the duration should have been; null: not asked for, or prefixes were shared.
     pub prediction: Option<Prediction>,
+    /// How close its steps came to what the machine can do; null where that is not known.
+    pub ceiling: Option<Shares>,
 }
 
 /// The limits of an engine, under the names of `SchedulerConfig` and `EngineConfig`.
@@ -218,7 +224,7 @@ pub struct RunFacts {
 }
 
 impl Run {
-    /// The report of a run of `requests`; its prediction comes later.
+    /// The report of a run of `requests`; its prediction and its ceiling come later.
     pub fn new(facts: RunFacts, requests: &[BenchRequest], measured: &Measured) -> Self {
         let samples = &measured.samples;
         let duration = measured.wall.as_secs_f64();
@@ -274,6 +280,7 @@ impl Run {
             swap_bytes: stats.swap_bytes,
             kv_cache,
             prediction: None,
+            ceiling: None,
         }
     }
 }

@@ -1,17 +1,21 @@
 //! A report to be read: a column a run and, for two, the ratio of the second to the first.
 
 use super::report::{Report, Run, over};
+use super::roofline::{Share, Shares, described};
 use crate::cli::scheduling::PolicyName;
 use crate::output::escaped;
 use std::fmt::Write as _;
 
 /// A row: its name, and a number for each run.
-struct Row {
-    name: String,
-    values: Vec<Option<f64>>,
-    decimals: usize,
+pub struct Row {
+    /// What it is.
+    pub name: String,
+    /// `None`: there is no such number.
+    pub values: Vec<Option<f64>>,
+    /// Digits after the point.
+    pub decimals: usize,
     /// The ratio of these says something.
-    compares: bool,
+    pub compares: bool,
 }
 
 /// The report as text.
@@ -24,6 +28,9 @@ pub fn table(report: &Report) -> String {
     rows.retain(|row| row.values.iter().any(Option::is_some));
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let mut text = aligned(&names, &rows);
+    if let Some(ceilings) = &report.ceilings {
+        let _ = writeln!(text, "ceilings: {}", described(ceilings));
+    }
     for ratio in &report.ratios {
         let _ = write!(
             text,
@@ -112,6 +119,13 @@ fn engine_rows(runs: &[Run]) -> Vec<Row> {
             (r.config.policy != PolicyName::Static).then_some(r.kv_cache.expected_waste)
         }),
     ];
+    let share = |of: fn(&Shares) -> Option<Share>| {
+        move |run: &Run| Some(of(run.ceiling.as_ref()?)?.percent)
+    };
+    rows.extend([
+        Row::new("Of the read bandwidth, steps bound by it (%)", 1, runs, share(|s| s.reading)),
+        Row::new("Of the matrix peak, steps bound by it (%)", 1, runs, share(|s| s.multiplying)),
+    ]);
     for part in parts(runs) {
         let get = |run: &Run| run.step_times.get(part).copied();
         rows.push(Row::new(&format!("Time in {part} (s)"), 3, runs, get));
@@ -156,7 +170,7 @@ fn class_rows(runs: &[Run]) -> Vec<Row> {
 }
 
 /// Names to the left, numbers to the right.
-fn aligned(runs: &[&str], rows: &[Row]) -> String {
+pub fn aligned(runs: &[&str], rows: &[Row]) -> String {
     let mut lines = vec![vec![String::new()]];
     let with_ratio = runs.len() == 2;
     lines[0].extend(runs.iter().map(|run| (*run).to_owned()));

@@ -9,6 +9,7 @@ use super::machine::Machine;
 use super::plot::svg;
 use super::predict::{Limits, Shape, StepModel, replay};
 use super::report::{Prediction, Ratio, Report, Run, RunConfig, RunFacts, over};
+use super::roofline::Roofline;
 use super::table::table;
 use crate::cli::Setup;
 use crate::cli::scheduling::PolicyName;
@@ -28,7 +29,7 @@ use quire_model_zoo::ModelFiles;
 pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     let model = &args.model.model;
     let input = args.dataset.input.as_deref();
-    let files = Files::check(&args.report, args.plot.as_deref(), input, model)?;
+    let files = Files::check(args.report.output.as_deref(), args.plot.as_deref(), input, model)?;
     let model_files = load::open(model)?;
     let recommended = params::recommended(&model_files.generation, model)?;
     let defaults = Defaults { prompt: recommended.clone(), chat: recommended };
@@ -38,6 +39,11 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     for variant in &variants {
         load::plan(&model_files, &variant.setup.options).with_context(|| variant.name.clone())?;
     }
+    // What it takes of a machine is the same for all.
+    let roofline = match args.ceiling.no_ceiling {
+        true => None,
+        false => Roofline::measure(&model_files, &variants[0].setup.options)?,
+    };
     let mut report = Report {
         benchmark: "throughput",
         version: env!("CARGO_PKG_VERSION"),
@@ -46,6 +52,7 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
         request_rate: args.request_rate,
         machine: Machine::here(),
         step_model: None,
+        ceilings: roofline.map(|roofline| roofline.ceilings),
         runs: Vec::new(),
         ratios: Vec::new(),
     };
@@ -54,7 +61,7 @@ pub fn run(args: &ThroughputArgs) -> anyhow::Result<Outcome> {
     }
     let num_variants = variants.len();
     for variant in variants {
-        let run = run_variant(args, &model_files, &dataset, variant, &report)?;
+        let run = run_variant(args, &model_files, &dataset, variant, (&report, roofline))?;
         report.runs.push(run);
         if interrupt::requested() {
             break;
@@ -137,13 +144,13 @@ fn step_model(
     calibrate(&mut engine).context("the engine failed")
 }
 
-/// Runs `variant`; `report` has the runs before it, and the step times.
+/// Runs `variant`; the report has the runs before it, and the step times.
 fn run_variant(
     args: &ThroughputArgs,
     files: &ModelFiles,
     dataset: &Dataset,
     variant: Variant,
-    report: &Report,
+    (report, roofline): (&Report, Option<Roofline>),
 ) -> anyhow::Result<Run> {
     let Variant { name, setup } = variant;
     let options = &setup.options;
@@ -172,6 +179,7 @@ fn run_variant(
     };
     let facts = RunFacts { name, config, memory, backend: engine.backend().into() };
     let mut run = Run::new(facts, &requests, &measured);
+    run.ceiling = roofline.map(|roofline| roofline.shares(&measured.steps));
     let shared = measured.samples.iter().any(|sample| sample.cached_tokens > 0);
     let predictable = !shared && !run.interrupted;
     if let Some(step_model) = report.step_model.as_ref().filter(|_| predictable) {

@@ -37,6 +37,7 @@ fn policies_are_compared_on_the_same_requests() {
             "request_rate",
             "machine",
             "step_model",
+            "ceilings",
             "runs",
             "ratios"
         ]
@@ -68,6 +69,11 @@ fn policies_are_compared_on_the_same_requests() {
         assert!(0.0 < live_of_held && live_of_held <= 1.0, "{live_of_held}");
         assert!(run["prediction"]["measured_over_predicted"].as_f64().unwrap() > 0.0);
         assert_eq!(run["prediction"]["num_preemptions"], 0);
+        let shares = ["reading", "multiplying"].map(|bound| &run["ceiling"][bound]);
+        let steps: u64 = shares.iter().filter_map(|share| share["num_steps"].as_u64()).sum();
+        assert_eq!(run["num_steps"], steps, "every step has a bound");
+        let percent = shares.iter().filter_map(|share| share["percent"].as_f64());
+        assert!(percent.clone().count() > 0 && percent.into_iter().all(|percent| percent > 0.0));
     }
     assert_eq!(fixed["config"]["policy"], "static");
     assert_eq!(fixed["config"]["max_num_seqs"], 2);
@@ -98,10 +104,14 @@ fn lines_bring_their_class_and_their_time() {
     assert_eq!((&run["completed"], &run["total_output_tokens"]), (&2.into(), &11.into()));
     assert_eq!(run["total_input_tokens"], 3 + 2);
     assert_eq!(run["prediction"], Value::Null);
+    assert!(report["ceilings"]["read_bandwidth"].as_f64().unwrap() > 0.0);
     let classes: Vec<_> = run["classes"].as_array().unwrap().iter().collect();
     assert_eq!((&classes[0]["name"], &classes[0]["completed"]), (&"ids".into(), &2.into()));
     assert_eq!((&classes[1]["name"], &classes[1]["completed"]), (&Value::Null, &1.into()));
-    let first_line = bench("throughput", &["--input", &input, "--num-prompts", "1"]);
+    let flags = ["--input", &input, "--num-prompts", "1", "--no-ceiling"];
+    let first_line = bench("throughput", &flags);
+    assert_eq!(first_line["ceilings"], Value::Null);
+    assert_eq!(first_line["runs"][0]["ceiling"], Value::Null);
     assert_eq!(first_line["runs"][0]["completed"], 1);
 }
 
@@ -157,8 +167,49 @@ fn a_batch_is_timed_again_and_again() {
     assert!(of(&report["percentiles"]["50"]) <= of(&report["percentiles"]["99"]));
     assert!(of(&report["ttft"]["mean"]) < of(&report["avg_latency"]));
     assert!(of(&report["tpot"]["p90"]) > 0.0);
+    // 5 tokens each: a step for the prompts, then four.
+    let share = |report: &Value, bound: &str| report["ceiling"][bound]["num_steps"].as_u64();
+    let steps: u64 = ["reading", "multiplying"].iter().filter_map(|b| share(&report, b)).sum();
+    assert_eq!(steps, 4 * 5);
     let one = bench("latency", &["--output-len", "1", "--num-iters", "1"]);
     assert_eq!(one["tpot"], Value::Null);
+}
+
+#[test]
+fn the_machine_is_measured_without_a_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("o.json");
+    let out = out.to_str().unwrap();
+    let few = ["bench", "ceiling", "--threads", "2", "--memory", "4M", "--isa", "portable"];
+    let output = quire(&[&few[..], &["--json", "--output", out]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report = json_lines(&stdout(&output)).remove(0);
+    let kept: Value = serde_json::from_str(&fs::read_to_string(out).unwrap()).unwrap();
+    assert_eq!(kept, report);
+    assert_eq!((&report["isa"], &report["memory"]), (&"portable".into(), &(4 << 20).into()));
+    let runs = report["runs"].as_array().unwrap();
+    assert_eq!(
+        runs.iter().map(|run| run["threads"].as_u64()).collect::<Vec<_>>(),
+        [1, 2].map(Some)
+    );
+    for key in ["read_huge_pages", "read_small_pages", "bf16", "f32", "int8"] {
+        assert!(runs.iter().all(|run| run[key].as_f64().unwrap() > 0.0), "{key}: {report}");
+    }
+
+    let text = stdout(&quire(&["bench", "ceiling", "--threads", "1", "--memory", "1M"]));
+    assert!(text.contains("memory read      1.0 MiB\n"), "{text}");
+    let row = text.lines().find(|line| line.starts_with("multiply, bf16 (GFLOP/s)")).unwrap();
+    assert!(row.split_whitespace().last().unwrap().parse::<f64>().unwrap() > 0.0, "{row}");
+    assert!(text.contains("1 thread\n"), "{text}");
+    for (flags, problem) in [
+        (["--memory", "900T"], "--memory is 900.0 TiB, more than half of the "),
+        (["--threads", "0"], "from 1 to 1024"),
+        (["--isa", "sse9"], "unknown instruction set"),
+        (["--output", "/none/o"], "cannot write /none/o"),
+    ] {
+        let error = refusal(&quire(&[&["bench", "ceiling"][..], &flags].concat()));
+        assert!(error.contains(problem), "{flags:?}: {error}");
+    }
 }
 
 #[test]

@@ -120,3 +120,68 @@ fn a_path_with_a_line_break_keeps_the_table() {
     let table = stdout(&quire(&["info", odd.to_str().unwrap()]));
     assert!(table.lines().next().is_some_and(|line| line.ends_with("a\\nb")), "{table}");
 }
+
+/// A process under `prctl(PR_SET_THP_DISABLE)` gets no huge pages; Python makes the call.
+#[cfg(target_os = "linux")]
+#[test]
+fn info_tells_huge_pages_truly_and_everything_runs_without() {
+    let measured = |output: &Output| {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+        let info = json_lines(&stdout(output)).remove(0);
+        (info["huge_pages"].as_str().unwrap().to_owned(), info["huge_page_bytes"].clone())
+    };
+    let args = ["info", MODEL, "--device", "cpu", "--json", "--measure"];
+    let (state, bytes) = measured(&quire(&args));
+    if state.starts_with("switched off") || state.starts_with("not available") {
+        return; // Here there is nothing to be switched off.
+    }
+    assert!(state.starts_with("available (system setting: "), "{state}");
+    assert!(bytes.is_u64(), "{bytes}");
+    let not_loaded = json_lines(&stdout(&quire(&args[..5]))).remove(0);
+    assert_eq!(not_loaded["huge_page_bytes"], Value::Null);
+
+    let off = "import ctypes, os, sys; off = ctypes.CDLL(None).prctl(41, 1, 0, 0, 0); \
+               sys.exit(99) if off else os.execv(sys.argv[1], sys.argv[1:])";
+    let without = |args: &[&str]| {
+        let python = ["-c", off, env!("CARGO_BIN_EXE_quire")];
+        Command::new("python3").args(python).args(args).stdin(Stdio::null()).output()
+    };
+    let Ok(output) = without(&args) else {
+        return; // No Python.
+    };
+    assert_eq!(measured(&output), ("switched off for this process".to_owned(), 0.into()));
+    let verified = without(&["verify", MODEL, "--device", "cpu"]).unwrap();
+    assert!(stdout(&verified).contains("passed: 5 of 5"), "{}", stderr(&verified));
+}
+
+#[test]
+fn threads_are_the_cores_there_are_or_said_to_be_more() {
+    let threads = |output: &Output| {
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+        let table = stdout(output);
+        let line = table.lines().find_map(|line| line.strip_prefix("threads "));
+        line.expect("a line").trim().to_owned()
+    };
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let args = ["info", MODEL, "--device", "cpu"];
+    assert_eq!(threads(&quire(&args)), cores.to_string());
+    let more = quire(&[&args[..], &["--threads", "1024"]].concat());
+    let plural = if cores == 1 { "core" } else { "cores" };
+    assert_eq!(threads(&more), format!("1024 on {cores} {plural}"));
+
+    // The first core this process may use.
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let first = allowed.and_then(|list| list.trim().split([',', '-']).next());
+    let Some(first) = first else {
+        return;
+    };
+    let one = Command::new("taskset")
+        .args(["-c", first, env!("CARGO_BIN_EXE_quire")])
+        .args(args)
+        .stdin(Stdio::null())
+        .output();
+    if let Ok(one) = one {
+        assert_eq!(threads(&one), "1");
+    }
+}

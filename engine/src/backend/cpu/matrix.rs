@@ -1,10 +1,12 @@
 //! Weights of the CPU backend: packed in its dtype, or quantised.
 
 use crate::backend::Quantization;
-use crate::ops::{BackendError, BlockFormat, MatrixLayout, MatrixShape, ReadError, WeightRows};
+use crate::ops::{
+    BackendError, BlockFormat, DType, MatrixLayout, MatrixShape, ReadError, WeightRows,
+};
 use quire_kernels_cpu::{
-    Ctx, Dtype, PackedMatrix, QuantError, QuantKind, QuantMatrix, QuantRows, gate_up_rows,
-    gate_up_source,
+    Arena, Ctx, Dtype, PANEL, PackedMatrix, QuantError, QuantKind, QuantMatrix, QuantRows,
+    gate_up_rows, gate_up_source,
 };
 use std::sync::Mutex;
 
@@ -20,6 +22,8 @@ pub struct CpuMatrix {
 pub(super) enum Packed {
     Plain(PackedMatrix),
     Quantised(QuantMatrix),
+    /// Rows one after the other.
+    Stacked(Vec<CpuMatrix>),
 }
 
 impl CpuMatrix {
@@ -28,6 +32,7 @@ impl CpuMatrix {
         match &self.packed {
             Packed::Plain(packed) => packed.bytes(),
             Packed::Quantised(packed) => packed.bytes(),
+            Packed::Stacked(parts) => parts.iter().map(CpuMatrix::bytes).sum(),
         }
     }
 
@@ -37,7 +42,15 @@ impl CpuMatrix {
         match &self.packed {
             Packed::Plain(packed) => packed.get_row(row, out),
             Packed::Quantised(packed) => packed.get_row(row, out),
+            Packed::Stacked(_) => unreachable!("stacked weights are no embeddings"),
         }
+    }
+
+    /// The matrix of the rows of `parts`.
+    pub(super) fn stacked(parts: Vec<Self>) -> Self {
+        assert!(parts.iter().all(|part| part.layout == MatrixLayout::Plain));
+        let n = parts.iter().map(|part| part.n).sum();
+        CpuMatrix { packed: Packed::Stacked(parts), layout: MatrixLayout::Plain, n }
     }
 }
 
@@ -86,46 +99,98 @@ impl Packing {
         max_tokens.checked_mul(values.checked_add(terms)?)?.checked_mul(4)
     }
 
-    /// Packs a weight on the workers of `ctx`.
+    /// Packs a weight into `arena` on the workers of `ctx`.
     pub fn pack(
         &self,
         ctx: &Ctx,
+        arena: &mut Arena,
         shape: &MatrixShape,
         rows: &dyn WeightRows,
     ) -> Result<CpuMatrix, BackendError> {
-        let &MatrixShape { layout, n, k, .. } = shape;
-        let packed_n = packed_rows(shape);
         let packed = match self.kind(shape) {
-            None => {
-                let mut packed = PackedMatrix::zeroed(self.dtype, packed_n, k)
-                    .map_err(|e| out_of_memory(e.bytes))?;
-                let values = Values::new(shape, rows);
-                packed.set_rows(ctx, 0, packed_n, &|row, out: &mut [f32]| values.read(row, out));
-                values.finish()?;
-                Packed::Plain(packed)
-            }
-            Some(kind) => {
-                let mut packed = QuantMatrix::zeroed(kind, packed_n, k).map_err(|e| match e {
-                    QuantError::Alloc(e) => out_of_memory(e.bytes),
-                    e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
-                })?;
-                if kind == QuantKind::Int8 {
-                    let values = Values::new(shape, rows);
-                    packed.set_values(ctx, 0, packed_n, &|row, out| values.read(row, out));
-                    values.finish()?;
-                } else {
-                    packed.set_blocks(ctx, 0, packed_n, &|row, out| {
-                        if let Some(row) = source_row(shape, row) {
-                            let blocks = rows.blocks(row).expect("every row has the block format");
-                            out.copy_from_slice(blocks);
-                        }
-                    });
-                }
-                Packed::Quantised(packed)
-            }
+            None => Packed::Plain(self.pack_plain(ctx, arena, shape, rows)?),
+            Some(kind) => Packed::Quantised(pack_quantised(ctx, arena, kind, shape, rows)?),
         };
-        Ok(CpuMatrix { packed, layout, n })
+        Ok(CpuMatrix { packed, layout: shape.layout, n: shape.n })
     }
+
+    fn pack_plain(
+        &self,
+        ctx: &Ctx,
+        arena: &mut Arena,
+        shape: &MatrixShape,
+        rows: &dyn WeightRows,
+    ) -> Result<PackedMatrix, BackendError> {
+        let mut packed = PackedMatrix::zeroed_in(arena, self.dtype, packed_rows(shape), shape.k)
+            .map_err(|e| out_of_memory(e.bytes))?;
+        let values = Values::new(shape, rows);
+        let as_stored = self.dtype == Dtype::Bf16 && rows.stored_type() == Some(DType::Bf16);
+        for_slices(shape, rows, |first, count| {
+            if as_stored {
+                packed.set_bf16_rows(ctx, first, count, &|row| stored(shape, rows, row));
+            } else {
+                packed.set_rows(ctx, first, count, &|i, out| values.read(first + i, out));
+            }
+        });
+        values.finish()?;
+        Ok(packed)
+    }
+}
+
+fn pack_quantised(
+    ctx: &Ctx,
+    arena: &mut Arena,
+    kind: QuantKind,
+    shape: &MatrixShape,
+    rows: &dyn WeightRows,
+) -> Result<QuantMatrix, BackendError> {
+    let packed = QuantMatrix::zeroed_in(arena, kind, packed_rows(shape), shape.k);
+    let mut packed = packed.map_err(|e| match e {
+        QuantError::Alloc(e) => out_of_memory(e.bytes),
+        e => BackendError::Unsupported { backend: "cpu", reason: e.to_string() },
+    })?;
+    let values = Values::new(shape, rows);
+    for_slices(shape, rows, |first, count| {
+        if kind == QuantKind::Int8 {
+            packed.set_values(ctx, first, count, &|i, out| values.read(first + i, out));
+            return;
+        }
+        packed.set_blocks(ctx, first, count, &|i, out| {
+            if let Some(blocks) = stored(shape, rows, first + i) {
+                out.copy_from_slice(blocks);
+            }
+        });
+    });
+    values.finish()?;
+    Ok(packed)
+}
+
+/// Elements of the slices that a weight is packed in.
+const SLICE: usize = 4 << 20;
+
+/// Calls `pack(first, count)` for slices of the packed rows, each of whole panels, and lets go of
+/// what each was read from: of a file that is mapped, little more than a slice is in memory.
+fn for_slices(shape: &MatrixShape, rows: &dyn WeightRows, mut pack: impl FnMut(usize, usize)) {
+    let (n, ff) = (packed_rows(shape), shape.n / 2);
+    let step = (SLICE / shape.k.max(1)).next_multiple_of(PANEL).max(PANEL);
+    for first in (0..n).step_by(step) {
+        let end = n.min(first + step);
+        pack(first, end - first);
+        match shape.layout {
+            MatrixLayout::Plain => rows.release(first..end),
+            // A panel is half gate, half up.
+            MatrixLayout::GateUp => {
+                let part = first / 2..ff.min(end / 2);
+                rows.release(ff + part.start..ff + part.end);
+                rows.release(part);
+            }
+        }
+    }
+}
+
+/// The bytes of the model's row at `row` of the packed matrix, where that is not padding.
+fn stored<'a>(shape: &MatrixShape, rows: &'a dyn WeightRows, row: usize) -> Option<&'a [u8]> {
+    source_row(shape, row).map(|row| rows.stored(row).expect("every row is stored so"))
 }
 
 /// Rows of the packed matrix.

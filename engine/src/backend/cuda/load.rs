@@ -253,10 +253,9 @@ fn read_part<T: Compute>(
     rows: &dyn WeightRows,
 ) -> Result<(), ReadError> {
     let mut values = Vec::new();
+    let stored = rows.stored_type() == Some(T::COMPUTE);
     for (i, out) in out.chunks_exact_mut(k).enumerate() {
-        if let Some((dtype, bytes)) = rows.stored(start + i)
-            && dtype == T::COMPUTE
-        {
+        if stored && let Some(bytes) = rows.stored(start + i) {
             bytemuck::cast_slice_mut(out).copy_from_slice(bytes);
             continue;
         }
