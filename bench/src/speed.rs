@@ -7,8 +7,8 @@ use quire_kernels_cpu::{
 };
 use std::time::{Duration, Instant};
 
-/// Bytes that are read to learn the bandwidth of memory.
-const READ_BYTES: usize = 256 << 20;
+/// Bytes that are read to learn the bandwidth of memory; caches keep little of them.
+const READ_BYTES: usize = 512 << 20;
 /// Turns.
 const ROUNDS: usize = 5;
 /// How long a turn is, or one call where that takes longer.

@@ -250,7 +250,9 @@ impl Block<'_> {
         let a = self.x[self.rows.0 * words..][..sums.len() * words].as_ptr();
         let tiles = sums.len().div_ceil(S::MR);
         let chunk = if tiles <= 4 { NARROW_CHUNK } else { WIDE_CHUNK };
-        for first in (0..words).step_by(chunk) {
+        // What is prefetched is never further ahead than the next panel: an item has only a few.
+        let chunk = chunk.min(words);
+        for first in (0..words).step_by(chunk.max(1)) {
             let steps = chunk.min(words - first);
             for tile in 0..tiles {
                 let (start, end) = tile_rows(sums.len(), S::MR, tile);

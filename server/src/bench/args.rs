@@ -220,7 +220,7 @@ pub struct CeilingArgs {
     /// Instruction set: portable, avx2, avx512, avx512bf16 or neon [default: the best there is]
     #[arg(long)]
     pub isa: Option<Isa>,
-    /// Memory to read, such as 512M or 2GiB [default: 256 MiB, or eight times the L3 cache]
+    /// Memory to read, such as 512M or 2GiB [default: 512 MiB, or 16 times the L3 cache]
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size)]
     pub memory: Option<usize>,
     /// JSON instead of a table
