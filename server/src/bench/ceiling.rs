@@ -37,6 +37,9 @@ struct Report {
     runs: Vec<Run>,
 }
 
+/// Bytes to read at least: with fewer, starting the threads takes longer.
+const LEAST_READ: usize = 1 << 20;
+
 /// With some threads. Bytes a second that are read, and operations a second, each multiplication
 /// and each addition counted.
 #[derive(Default, Serialize)]
@@ -61,6 +64,7 @@ pub fn run(args: &CeilingArgs) -> anyhow::Result<Outcome> {
     let isa = args.isa.unwrap_or_else(Isa::detect);
     let most = args.threads.unwrap_or_else(usable_cores);
     let memory = args.memory.unwrap_or_else(read_size);
+    anyhow::ensure!(memory >= LEAST_READ, "--memory is {memory} bytes, less than 1 MiB");
     if let Some(available) = SystemMemory::read().map(|memory| memory.available) {
         anyhow::ensure!(
             memory <= available / 2,

@@ -202,6 +202,7 @@ fn the_machine_is_measured_without_a_model() {
     assert!(row.split_whitespace().last().unwrap().parse::<f64>().unwrap() > 0.0, "{row}");
     assert!(text.contains("1 thread\n"), "{text}");
     for (flags, problem) in [
+        (["--memory", "1K"], "--memory is 1024 bytes, less than 1 MiB"),
         (["--memory", "900T"], "--memory is 900.0 TiB, more than half of the "),
         (["--threads", "0"], "from 1 to 1024"),
         (["--isa", "sse9"], "unknown instruction set"),
