@@ -147,7 +147,7 @@ impl Item<'_> {
         part: &Part,
     ) {
         self.splits::<S, D>(s, batch, scratch, Some(part));
-        let counter = part.partial * self.kv.shape().kv_heads + self.unit.head;
+        let counter = self.partial(part, 0);
         // Releases this unit's results, and acquires those of the others for the last one.
         let before = self.partials.done[counter].fetch_add(1, Ordering::AcqRel);
         if before as usize + 1 == part.units {
