@@ -5,7 +5,7 @@ use crate::kv::{HALF, KvCache};
 use crate::simd::Simd;
 
 /// Words of a cache line.
-const LINE: usize = 16;
+pub(super) const LINE: usize = 16;
 
 /// The half-groups of a split: K, with V at a constant distance. Those that no row sees repeat
 /// one that some row does, so that scores can be computed for whole vectors.
@@ -62,15 +62,7 @@ impl Halves {
     #[inline(always)]
     pub(super) fn prefetch_keys<S: Simd>(&self, s: S) {
         for half in self.seen.0..=self.seen.1 {
-            self.prefetch(s, half, 0);
-        }
-    }
-
-    /// Asks for the values of half-groups `start..end`.
-    #[inline(always)]
-    pub(super) fn prefetch_values<S: Simd>(&self, s: S, start: usize, end: usize) {
-        for half in start.max(self.seen.0)..end.min(self.seen.1 + 1) {
-            self.prefetch(s, half, self.v_offset);
+            self.prefetch_key(s, half);
         }
     }
 
@@ -78,15 +70,9 @@ impl Halves {
     #[inline(always)]
     pub(super) fn prefetch_key<S: Simd>(&self, s: S, half: usize) {
         if self.seen.0 <= half && half <= self.seen.1 {
-            self.prefetch(s, half, 0);
-        }
-    }
-
-    /// Asks for a half-group, `offset` words from its keys.
-    #[inline(always)]
-    fn prefetch<S: Simd>(&self, s: S, half: usize, offset: usize) {
-        for line in (0..self.words).step_by(LINE) {
-            s.prefetch_l2(self.k[half].wrapping_add(offset + line));
+            for line in (0..self.words).step_by(LINE) {
+                s.prefetch_l2(self.k[half].wrapping_add(line));
+            }
         }
     }
 }

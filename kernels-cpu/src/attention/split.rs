@@ -4,7 +4,7 @@
 //! the values, so that the second finds in L1 what the first has read.
 
 use super::batch::{Batch, Fold, QUERY_STRIDE};
-use super::halves::Halves;
+use super::halves::{Halves, LINE};
 use super::softmax::{LOG2_E, Seen, mask, probabilities};
 use super::{AttnArgs, SPLIT};
 use crate::dtype::Elem;
@@ -143,9 +143,6 @@ impl Split<'_> {
             } else {
                 1
             };
-            if first_strip {
-                self.halves.prefetch_values(s, HALVES * group, HALVES * (group + step));
-            }
             let seen = full.0 <= group && group + step <= full.1 && self.args.softcap.is_none();
             for tile in 0..self.tiles::<S>() {
                 let (start, end) = self.tile::<S>(tile);
@@ -159,6 +156,7 @@ impl Split<'_> {
                         .wrapping_add(group * LANES),
                     max: seen.then(|| scratch.max[start..].as_mut_ptr().cast()),
                     scale: self.args.scale * LOG2_E,
+                    ahead: (first_strip && tile == 0).then_some(self.halves.v_offset),
                 };
                 // SAFETY: by the contract; `left` groups remain.
                 unsafe {
@@ -268,6 +266,8 @@ struct Scores {
     max: Option<*mut f32>,
     /// Dot products to logits.
     scale: f32,
+    /// Ask for what is this many words after the keys: their values.
+    ahead: Option<usize>,
 }
 
 /// Logits of `R` rows and `16·NV` keys.
@@ -287,6 +287,14 @@ unsafe fn score_tile<S: Simd, D: Elem, const R: usize, const NV: usize>(s: S, t:
         for (b, [lo, hi]) in b.iter_mut().zip(&halves) {
             // SAFETY: a half-group holds `words` rows of 8 keys.
             *b = unsafe { s.join_w(&*lo.add(word * HALF).cast(), &*hi.add(word * HALF).cast()) };
+        }
+        // A line of each vector's values a word, so that the asking is spread over the work: a
+        // burst would stop the loads behind it, and memory would idle until the next.
+        if let Some(offset) = t.ahead {
+            for pair in &halves {
+                let line = word % (t.words / HALVES) * LINE;
+                s.prefetch_l2(pair[word / (t.words / HALVES)].wrapping_add(offset + line));
+            }
         }
         // SAFETY: by the contract.
         unsafe { step::<S, D, R, NV>(s, &mut acc, (t.queries.add(word), QUERY_STRIDE), &b) };
